@@ -8,11 +8,14 @@ import { placeAfter } from "./keys.js";
 
 const HEIGHT = 190;
 const MOST_TICKS = 60; // more would be a bar
+const LABEL_GAP = 3; // pixels beside the label of a mark
+const LABEL_ROW = 12; // pixels from a row of labels to the next one
 
 const zoomed = new Map(); // by the label of x: {min, max}, which all charts over it share, also when they are drawn anew
 let shown = []; // charts of the page, and of one that is being drawn
 
-// series: [{label, colour, values, dashed?}] over one list of x; marks: [{x, text, isTick?}]; pick gets the x that is clicked.
+// series: [{label, colour, values, dashed?}] over one list of x; marks: [{x, text, isTick?, colour?, row?}], whose labels
+// are in rows; pick gets the x that is clicked.
 export function chart(title, x, series, { xLabel = "step", marks = [], low, note = "", pick } = {}) {
   const box = h("figure", {}, h("figcaption", {}, h("b", {}, title), h("span", { class: "faint" }, note)));
   let isDrawn = false; // the first range is nobody's wish
@@ -128,23 +131,71 @@ function range(min, max, low) {
   return [bottom === low ? bottom : bottom - room, max + room];
 }
 
+// Of `count` ticks every how manieth is drawn.
+export const everyNth = (count) => Math.max(1, Math.ceil(count / MOST_TICKS));
+
+// The marks from low to high that are drawn: of many ticks every nth, counted from the first of all, so that a chart that
+// is moved keeps them.
+export function drawnMarks(marks, low, high) {
+  const isSeen = ({ x }) => x >= low && x <= high;
+  const nth = everyNth(marks.filter((mark) => mark.isTick && isSeen(mark)).length);
+  let order = -1;
+  return marks.filter((mark) => {
+    if (mark.isTick) order += 1;
+    return isSeen(mark) && (!mark.isTick || order % nth === 0);
+  });
+}
+
+// The labels, each {left, width, row}, that overlap none before them.
+export function freeLabels(labels) {
+  const free = [];
+  for (const label of labels) {
+    const overlaps = ({ left, width, row }) =>
+      row === label.row && left < label.left + label.width + LABEL_GAP && label.left < left + width + LABEL_GAP;
+    if (!free.some(overlaps)) free.push(label);
+  }
+  return free;
+}
+
 function drawMarks(plot, marks) {
-  const { ctx } = plot;
+  const { ctx, bbox: { left, top, width, height } } = plot;
+  const pixel = devicePixelRatio;
+  const drawn = drawnMarks(marks, plot.scales.x.min, plot.scales.x.max);
+  const numRows = drawn.reduce((most, { row = 0 }) => Math.max(most, row + 1), 1);
   ctx.save();
-  ctx.strokeStyle = ink("faint");
-  ctx.fillStyle = ink("faint");
-  ctx.font = `${11 * devicePixelRatio}px system-ui`;
-  const ticks = marks.filter((mark) => mark.isTick && mark.x >= plot.scales.x.min && mark.x <= plot.scales.x.max);
-  const shownMarks = ticks.length > MOST_TICKS ? marks.filter((mark) => !mark.isTick) : marks;
-  for (const { x, text, isTick } of shownMarks) {
+  ctx.font = `${11 * pixel}px system-ui`;
+  ctx.textAlign = "left";
+  ctx.textBaseline = "alphabetic";
+  ctx.lineWidth = pixel;
+  const faint = ink("faint");
+  const labels = [];
+  for (const { x, text, isTick, colour = faint, row = 0 } of drawn) {
     const place = plot.valToPos(x, "x", true);
-    if (place < plot.bbox.left || place > plot.bbox.left + plot.bbox.width) continue;
-    ctx.setLineDash(isTick ? [] : [2, 3]);
+    ctx.strokeStyle = colour;
+    // Lines of several rows at one place share it, dash by dash.
+    ctx.setLineDash(isTick ? [] : [2 * pixel, (3 + 5 * (numRows - 1)) * pixel]);
+    ctx.lineDashOffset = -5 * row * pixel;
     ctx.beginPath();
-    ctx.moveTo(place, isTick ? plot.bbox.top + plot.bbox.height - 6 * devicePixelRatio : plot.bbox.top);
-    ctx.lineTo(place, plot.bbox.top + plot.bbox.height);
+    ctx.moveTo(place, isTick ? top + height - 6 * pixel : top);
+    ctx.lineTo(place, top + height);
     ctx.stroke();
-    ctx.fillText(text, place + 3, plot.bbox.top + 11 * devicePixelRatio);
+    if (!text) continue;
+    const dot = colour === faint ? "" : "● ";
+    const long = ctx.measureText(dot + text).width;
+    const after = place + LABEL_GAP * pixel;
+    labels.push({ text, dot, colour, row, width: long, left: after + long > left + width ? place - LABEL_GAP * pixel - long : after });
+  }
+  ctx.setLineDash([]);
+  ctx.strokeStyle = ink("paper"); // around a label, which may cross a curve
+  ctx.lineWidth = 3 * pixel;
+  ctx.lineJoin = "round";
+  for (const label of freeLabels(labels)) {
+    const bottom = top + (11 + LABEL_ROW * label.row) * pixel;
+    ctx.strokeText(label.dot + label.text, label.left, bottom);
+    ctx.fillStyle = faint; // a run's colour stands out too little for text
+    ctx.fillText(label.dot + label.text, label.left, bottom);
+    ctx.fillStyle = label.colour;
+    ctx.fillText(label.dot, label.left, bottom);
   }
   ctx.restore();
 }

@@ -1,7 +1,7 @@
 // Curves of one or several runs over steps or time.
 
 import { get } from "../api.js";
-import { chart } from "../chart.js";
+import { chart, everyNth } from "../chart.js";
 import { SERIES } from "../colours.js";
 import { empty, h, select } from "../dom.js";
 import { smooth } from "../format.js";
@@ -50,10 +50,12 @@ export default {
     };
     if (picked?.run === context.run) pickStep(picked.step);
     const panels = extra ? [[extra, [extra], {}], ...PANELS] : PANELS;
+    const runs = chosen.map((number, order) => ({ name: context.runs[number].name, rows: context.steps[number].rows, evaluations: evaluations[order] }));
+    const marks = marksOf(runs, axis);
     const shown = panels.map(([title, names, options]) => options.evaluations
-      ? evaluationPanel(context, title, chosen, evaluations, pickStep)
-      : panel(context, title, names, { ...options, pick }, chosen, evaluations, axis, weight)).filter(Boolean);
-    return [tools(context, axis, weight, extra, chosen, links), h("div", { class: "charts" }, shown)];
+      ? evaluationPanel(title, runs, pickStep)
+      : panel(title, names, { ...options, pick }, runs, marks, axis, weight)).filter(Boolean);
+    return [tools(context, axis, weight, extra, chosen, aboutMarks(runs), links), h("div", { class: "charts" }, shown)];
   },
 };
 
@@ -70,7 +72,7 @@ function chosenRuns(context) {
   return [...new Set([context.run, ...others])];
 }
 
-function tools(context, axis, weight, extra, chosen, links) {
+function tools(context, axis, weight, extra, chosen, about, links) {
   const names = [...new Set(chosen.flatMap((number) => Object.keys(context.steps[number].rows.at(-1) ?? {})))].sort();
   const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight,
     onchange: () => context.go({ smooth: slider.value }) });
@@ -86,24 +88,29 @@ function tools(context, axis, weight, extra, chosen, links) {
     h("label", {}, "Smoothing ", slider),
     select("Also", extra, [["", "–"], ...names.map((name) => [name, name])], (metric) => context.go({ metric })),
     compare.length ? h("span", {}, "Compare: ", compare) : null,
-    h("span", { class: "faint" }, "Drag to zoom, double-click to see all. Keys: arrows, Home, End, Enter. Ticks are pushes."), links);
+    h("span", { class: "faint" }, `Drag to zoom, double-click to see all. Keys: arrows, Home, End, Enter. ${about}`), links);
 }
 
-function panel(context, title, names, options, chosen, evaluations, axis, weight) {
+function panel(title, names, options, runs, marks, axis, weight) {
   // One metric per run where runs are compared, all of the panel's for one run.
-  const sets = [];
-  for (const number of chosen) {
-    const rows = context.steps[number].rows;
-    const known = namesOf(title, names, rows);
-    for (const name of chosen.length > 1 ? known.slice(0, 1) : known) {
-      sets.push({ label: chosen.length > 1 ? context.runs[number].name : name, rows, name });
-    }
-  }
+  const isCompared = runs.length > 1;
+  const sets = runs.flatMap((run, order) => {
+    const known = namesOf(title, names, run.rows);
+    return (isCompared ? known.slice(0, 1) : known).map((name, place) =>
+      ({ label: isCompared ? run.name : name, rows: withStart(run), name, row: order, colour: colourOf(isCompared ? order : place) }));
+  });
   if (!sets.length) return null;
-  const place = placeOn(axis);
   const { x, series } = metrics(sets, axis, weight);
-  const marks = chosen.length > 1 ? [] : marksOf(context.steps[chosen[0]].rows, evaluations[0], place);
-  return chart(title, x, series, { ...options, xLabel: axis === "time" ? "hours" : "step", marks, note: names.length === 1 ? names[0] : "" });
+  const ofSets = marks.filter(({ row }) => sets.some((each) => each.row === row));
+  return chart(title, x, series, { ...options, xLabel: axis === "time" ? "hours" : "step", marks: ofSets, note: names.length === 1 ? names[0] : "" });
+}
+
+const colourOf = (order) => SERIES[order % SERIES.length];
+
+// The rows of a run, and one before the first step if its first weights were evaluated.
+function withStart({ rows, evaluations }) {
+  if (!rows.length || !evaluations.some(({ step }) => step === 0)) return rows;
+  return [{ step: 0, ...(rows[0].elapsed_s === undefined ? {} : { elapsed_s: 0 }) }, ...rows];
 }
 
 // The metrics of a panel that a run has. A policy may learn while its loss does not fall, so that has no panel.
@@ -117,28 +124,44 @@ function rewardOf(rows) {
   return rows.some((row) => row.num_filtered_groups) ? "reward_mean_played" : "reward_mean";
 }
 
-function marksOf(rows, evaluations, place) {
-  const restarts = rows.filter((row, index) => index && row.trainer_start > rows[index - 1].trainer_start)
-    .map((row) => ({ x: place(row), text: "restart" }));
-  const byStep = new Map(rows.map((row) => [row.step, row]));
-  const evaluated = evaluations.filter((each) => byStep.has(each.step)).map((each) => ({ x: place(byStep.get(each.step)), text: "" }));
-  const pushes = rows.filter((row) => row.push_s !== undefined).map((row) => (row.push_failed_replicas
-    ? { x: place(row), text: "push failed" } : { x: place(row), text: "", isTick: true }));
-  return [...restarts, ...evaluated, ...pushes];
+// What happened in runs, each {rows, evaluations}, and where; `row` is the run's order. One run has its pushes as ticks. Of
+// several, which would have them at the same steps, each has the rest in its colour.
+export function marksOf(runs, axis) {
+  const place = placeOn(axis);
+  if (runs.length === 1) return marksOfRun(runs[0], place).map((mark) => ({ ...mark, row: 0 }));
+  return runs.flatMap((run, row) => marksOfRun(run, place).filter((mark) => !mark.isTick).map((mark) => ({ ...mark, row, colour: colourOf(row) })));
 }
 
-function evaluationPanel(context, title, chosen, evaluations, pick) {
-  const { x, series } = scores(chosen.map((number, order) => ({ name: context.runs[number].name, rows: evaluations[order] })));
+function marksOfRun(run, place) {
+  const rows = withStart(run);
+  const restarts = rows.filter((row, index) => index && row.trainer_start > rows[index - 1].trainer_start)
+    .map((row) => ({ x: place(row), text: "restart" }));
+  const failed = rows.filter((row) => row.push_s !== undefined && row.push_failed_replicas).map((row) => ({ x: place(row), text: "push failed" }));
+  const evaluated = run.evaluations.map(({ step }) => [step, rows.find((row) => row.step >= step)]) // not every step is in an exported page
+    .filter(([, row]) => row).map(([step, row]) => ({ x: place({ ...row, step }), text: "eval" }));
+  const pushes = rows.filter((row) => row.push_s !== undefined && !row.push_failed_replicas).map((row) => ({ x: place(row), text: "", isTick: true }));
+  return [...restarts, ...failed, ...evaluated, ...pushes];
+}
+
+// What the marks of runs are, as the page says it.
+export function aboutMarks(runs) {
+  if (runs.length > 1) return "Dotted lines are in the colour of their run. Ticks for pushes are drawn where one run is shown.";
+  const count = marksOf(runs, "step").filter((mark) => mark.isTick).length;
+  if (!count) return "";
+  return everyNth(count) === 1 ? "Ticks are pushes." : `Ticks are pushes, one in ${everyNth(count)}; zoom in for more.`;
+}
+
+function evaluationPanel(title, runs, pick) {
+  const { x, series } = scores(runs.map(({ name, evaluations }) => ({ name, rows: evaluations })));
   return x.length ? chart(title, x, series, { pick }) : null;
 }
 
-// The curves of metrics, each {label, rows, name}, over the steps or hours of all their rows.
+// The curves of metrics, each {label, rows, name, colour}, over the steps or hours of all their rows.
 export function metrics(sets, axis, weight) {
   const place = placeOn(axis);
   const x = placesOf(sets, place);
-  const series = sets.flatMap(({ label, rows, name }, order) => {
+  const series = sets.flatMap(({ label, rows, name, colour }) => {
     const values = valuesAt(x, rows, place, (row) => row[name]);
-    const colour = SERIES[order % SERIES.length];
     const smoothed = { label, colour, values: smooth(values, weight) };
     return weight > 0 ? [{ label: `${label}, each`, colour, values, thin: true }, smoothed] : [smoothed];
   });
@@ -150,7 +173,7 @@ export function scores(runs) {
   const x = placesOf(runs, placeOn("step"));
   const curves = runs.flatMap(({ name: run, rows }) => [...new Set(rows.flatMap((row) => Object.keys(row.sets)))].map((name) => ({
     label: runs.length > 1 ? `${run}: ${name}` : name, values: valuesAt(x, rows, placeOn("step"), (row) => row.sets[name]?.score?.value) })));
-  return { x, series: curves.map((each, order) => ({ ...each, colour: SERIES[order % SERIES.length] })) };
+  return { x, series: curves.map((each, order) => ({ ...each, colour: colourOf(order) })) };
 }
 
 // Where a row is on the axis; undefined if it does not say it.
