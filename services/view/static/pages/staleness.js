@@ -33,7 +33,7 @@ export default {
         chart("Age of a group's oldest token", steps, [
           { label: "mean", colour: SERIES[0], values: rows.map((row) => row.staleness_mean ?? null) },
           { label: "most", colour: SERIES[1], values: rows.map((row) => row.staleness_max ?? null) },
-          { label: "bound", colour: SERIES[6], dashed: true, values: rows.map((row) => row.max_staleness) },
+          { label: "bound", colour: SERIES.at(-1), dashed: true, values: rows.map((row) => row.max_staleness) },
         ], { low: 0 }),
         chart("Groups rejected as stale, in all", steps, [
           { label: "groups", colour: SERIES[1], values: rows.map((row) => row.num_stale_groups ?? null) }], { low: 0 })),
