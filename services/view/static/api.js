@@ -34,7 +34,8 @@ export class Steps {
   }
 }
 
-export const image = (run, name) => name && (exported ? exported.image(run, name) : `api/runs/${run}/images/${name}`);
+// Where a picture is; empty if it is not kept, as one without a file is, which is named by its hash alone.
+export const image = (run, name) => (!name.includes(".") ? "" : exported ? exported.image(run, name) : `api/runs/${run}/images/${name}`);
 
 const KINDS = { f4: Float32Array, i4: Int32Array, u1: Uint8Array };
 

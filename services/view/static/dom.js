@@ -30,12 +30,15 @@ export function select(label, value, options, change) {
   return h("label", {}, `${label} `, choice);
 }
 
-export function pictures(urls) {
-  if (!urls.length) return null;
-  return h("div", { class: "pictures" }, urls.map((url, number) => url
-    ? h("button", { type: "button", "aria-label": `Enlarge picture ${number + 1}`, onclick: () => zoom(url) },
-      h("img", { src: url, alt: `Picture ${number + 1}`, loading: "lazy" }))
-    : h("span", { class: "faint" }, `picture ${number + 1} was not kept`)));
+// Pictures by their names; `place` says where each is.
+export function pictures(names, place) {
+  if (!names.length) return null;
+  return h("div", { class: "pictures" }, names.map((name, number) => {
+    const url = place(name);
+    if (!url) return h("span", { class: "faint", title: name }, `picture ${number + 1} was not kept${name ? `: sha256 ${name.slice(0, 12)}…` : ""}`);
+    return h("button", { type: "button", "aria-label": `Enlarge picture ${number + 1}`, onclick: () => zoom(url) },
+      h("img", { src: url, alt: `Picture ${number + 1}`, loading: "lazy" }));
+  }));
 }
 
 // Shows a picture as large as the window; pressing it toggles its natural size, in which it scrolls.

@@ -338,3 +338,9 @@ def test_ticks_of_the_timeline_differ(scripts: ViewScripts, step: float | None, 
     given = [] if step is None else [step]
     found = [scripts.call("format.js", "seconds", value, *given) for value in labels]
     assert [text.replace("\u00a0", " ") for text in found] == [*labels.values()]
+
+
+def test_a_picture_without_a_file_has_no_address(scripts: ViewScripts) -> None:
+    """It is named by its hash alone, or in runs of earlier releases not at all; a server would answer 404."""
+    names = ["ab" * 32 + ".png", "ab" * 32, ""]
+    assert [scripts.call("api.js", "image", 1, name) for name in names] == [f"api/runs/1/images/{names[0]}", "", ""]

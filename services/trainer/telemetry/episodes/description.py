@@ -127,7 +127,8 @@ def describe_group(
         fate: What became of it.
         trained: What a step computed of its samples, by their numbers in the group.
         names: Returns the text of each token.
-        image_files: File names of images by content hash; those that were not kept are absent.
+        image_files: File names of images by content hash; those that are not kept are absent, and the description has
+            their hashes.
         prompt_images: File names of the prompt's images, in order.
     """
     sequences = [sequence for sample in group.samples for sequence in sample.sequences]
@@ -231,7 +232,7 @@ def _describe_sequence(
         "own": sequence.loss_mask[prompt_length:].tobytes(),
         "versions": [[span.num_tokens, span.policy_version] for span in sequence.version_spans],
         "engine_logprobs": engine_S.tobytes(),
-        "images": [image_files.get(sha256, "") for sha256 in sequence.images],
+        "images": [image_files.get(sha256, sha256) for sha256 in sequence.images],
     }
 
 

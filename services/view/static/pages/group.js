@@ -18,7 +18,7 @@ export default {
     return [
       facts(context, group),
       h("h2", {}, "Problem"),
-      pictures(group.images.map((name) => image(context.run, name))),
+      pictures(group.images, (name) => image(context.run, name)),
       group.messages.map((message) => h("div", { class: "message" }, h("b", {}, message.role), message.content,
         message.tool_calls ? ` ${JSON.stringify(message.tool_calls)}` : null)),
       h("p", {}, h("b", {}, "Gold answer: "), group.golds.join("  or  ") || "–"),
@@ -87,7 +87,7 @@ function sampleView(context, group, chosen) {
     sample.sequences.map((_, order) => [String(order), `${order + 1} of ${sample.sequences.length}`]),
     (sequence) => context.go({ sequence })) : null;
   const shown = sample.sequences[place];
-  const added = shown.images.slice(group.images.length).map((name) => image(context.run, name));
+  const added = shown.images.slice(group.images.length);
   return [
     h("h2", {}, `Sample ${chosen}, token by token`),
     sample.error ? h("p", { class: "error" }, sample.error) : null,
@@ -95,7 +95,7 @@ function sampleView(context, group, chosen) {
     table(["turn", "engine", "began after", "waited", "generated", "environment", "prompt tokens", "cached", "output tokens", "reward"],
       turnRows(sample)),
     choice,
-    added.length ? [h("p", { class: "faint" }, "Pictures that the environment added:"), pictures(added)] : null,
+    added.length ? [h("p", { class: "faint" }, "Pictures that the environment added:"), pictures(added, (name) => image(context.run, name))] : null,
     conversation(sample.sequences, place),
     tokenView(context, group.prompt, shown, group.version),
   ];

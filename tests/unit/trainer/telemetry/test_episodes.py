@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import structlog
 
+from penstock.bus.image_store import hash_of
 from penstock.model.chat.chat_template import Renderer
 from penstock.records import Group, Message, TextPart
 from services.trainer.backend.base import StepTokens
@@ -201,6 +202,20 @@ def test_what_was_left_out_is_kept_with_the_reason(tmp_path: Path) -> None:
         entries = index_of(tmp_path / keep)
         assert [entry["step"] for entry in entries] == [7] * (number + 1)
         assert [entry["reason"] for entry in entries][-2:] == ["2 versions old, 1 allowed", "equal_rewards"]
+
+
+def test_a_picture_that_is_not_kept_is_known_by_its_hash(tmp_path: Path) -> None:
+    """Those that an environment added to a filtered or failed group are not fetched; the row's own are there."""
+    images = [PICTURE, picture(1)]
+    played = make_group(MODEL, index=0, images=images, placeholders=[num_placeholders((96, 96))] * 2, version=3)
+    log = open_log(tmp_path, keep="all")
+    log.keep_left_out("filtered", "equal_rewards", played)
+    log.close()
+    [entry] = index_of(tmp_path)
+    shown, added = map(hash_of, images)
+    for sample in whole(tmp_path, entry)["samples"]:
+        assert [each["images"] for each in sample["sequences"]] == [[f"{shown}.png", added]]
+    assert entry["image_files"] == [f"{shown}.png"]
 
 
 def test_why_a_sample_ended_early_is_kept(tmp_path: Path) -> None:
