@@ -344,3 +344,38 @@ def test_a_picture_without_a_file_has_no_address(scripts: ViewScripts) -> None:
     """It is named by its hash alone, or in runs of earlier releases not at all; a server would answer 404."""
     names = ["ab" * 32 + ".png", "ab" * 32, ""]
     assert [scripts.call("api.js", "image", 1, name) for name in names] == [f"api/runs/1/images/{names[0]}", "", ""]
+
+
+def test_the_pictures_that_an_environment_added_are_shown(run: RunReader) -> None:
+    """Those that are not kept by their hashes."""
+    added = ["ab" * 32 + ".png", "cd" * 32]
+    client = TestClient(view_app([run]))
+
+    def answer(path: str) -> str:
+        group = client.get(path).json()
+        for sample in group["samples"]:
+            sample["sequences"][0]["images"] += added
+        return msgspec.json.encode(group).decode()
+
+    code = """
+        class Element {
+            childNodes = [];
+            style = { setProperty() {}, removeProperty() {} };
+            constructor(tag) { this.tag = tag; }
+            setAttribute(name, value) { this[name] = value; }
+            addEventListener() {}
+            append(...children) { this.childNodes.push(...children); }
+            get textContent() {
+                const texts = this.childNodes.map((child) => child.textContent ?? child);
+                return this.tag === "img" ? `<${this.src}>` : texts.join("");
+            }
+        }
+        document.createElement = (tag) => new Element(tag);
+        globalThis.IntersectionObserver = class { observe() {} };
+        const context = { run: 0, parameters: { get: () => null }, link: () => "" };
+        const drawn = await load("pages/group.js").default.draw(context);
+        return drawn.map((each) => each.textContent ?? String(each)).join("");
+    """
+    text = ViewScripts(answer=answer).run(code)
+    shown = f"<api/runs/0/images/{added[0]}>picture 2 was not kept: sha256 cdcdcdcdcdcd…"
+    assert f"Pictures that the environment added:{shown}" in text

@@ -23,7 +23,7 @@ export default {
         message.tool_calls ? ` ${JSON.stringify(message.tool_calls)}` : null)),
       h("p", {}, h("b", {}, "Gold answer: "), group.golds.join("  or  ") || "–"),
       group.samples.length ? [h("h2", {}, "Samples"), siblings(context, group, chosen), sampleView(context, group, chosen)] : null,
-    ].flat(2).filter(Boolean);
+    ].flat(Infinity).filter(Boolean);
   },
 };
 
