@@ -7,15 +7,15 @@ from typing import Any, Final
 from services.view.trace_reader import Span
 
 _DRAWN: Final = (
-    "call", "paused", "episode", "tool", "route.queued", "judged", "verify", "group.queued", "group.held",
-    "checkpoint", "evaluation", "process.starting", "session.call", "environment.call",
+    "call", "paused", "group.played", "episode", "tool", "route.queued", "judged", "verify", "group.queued",
+    "group.held", "checkpoint", "evaluation", "process.starting", "session.call", "environment.call",
 )  # fmt: skip
 MOST_DRAWN: Final = 20_000
 """Spans drawn at once; of more, the longest."""
 _SHORTEST_S: Final = 0.001
 _KEPT: Final = (
-    "replica", "turn", "num_tokens", "first_token_s", "queued_s", "prefill_s", "version", "environment", "service",
-    "error",
+    "replica", "turn", "num_tokens", "num_samples", "mean_reward", "first_token_s", "queued_s", "prefill_s", "version",
+    "environment", "service", "error",
 )  # fmt: skip
 
 

@@ -36,6 +36,17 @@ def test_a_call_leads_to_the_sample_that_it_played() -> None:
     assert found == [(3, 5, 9), (3, None, 9), (4, 0, None), (None, None, None), (3, 7, 7), (3, 1, 8)]
 
 
+def test_what_a_worker_s_slots_play_is_drawn() -> None:
+    """A group each, with its rewards; one that is lost says why."""
+    played = {"group": "run/3/1/abc", "delivery": 1, "num_samples": 4, "mean_reward": 0.25, "endings": {"stop": 4}}
+    spans = [_span("group.played", **played), _span("group.played", group="run/4/0/abc", error="picture is gone")]
+    first, second = timeline_of(spans, _INDEX)["spans"]
+    assert {key: first[key] for key in ("name", "group", "sample", "number", "num_samples", "mean_reward")} == {
+        "name": "group.played", "group": 3, "sample": None, "number": 9, "num_samples": 4, "mean_reward": 0.25,
+    }  # fmt: skip
+    assert (second["group"], second["error"]) == (4, "picture is gone")
+
+
 def test_no_more_spans_are_held_than_are_drawn(tmp_path: Path) -> None:
     """A long run has gigabytes of them. Files are read one after the other, and the longest spans are kept."""
     (tmp_path / "trace").mkdir()

@@ -71,6 +71,27 @@ def test_bars_that_overlap_are_below_each_other(scripts: ViewScripts) -> None:
     assert scripts.call("pages/timeline.js", "stacked", []) == [[]]
 
 
+def test_a_worker_has_a_row_for_each_slot(scripts: ViewScripts) -> None:
+    """A slot plays one group at a time, and shows it in the group's colour above the group's episodes."""
+    common = {"process": "worker-0", "sample": None, "isWhole": True, "name": "group.played", "num_samples": 4}
+    groups = [
+        common | {"group": group, "number": 10 + group, "start": start, "length": 2, "whole": 2, "mean_reward": reward}
+        for group, start, reward in ((1, 0, 0.25), (2, 1, None), (3, 2, 1))
+    ]
+    episode = groups[0] | {"name": "episode", "sample": 0}
+    slots, episodes = scripts.call("pages/timeline.js", "processLanes", [episode, *groups])
+    assert (slots["name"], episodes["name"]) == ("worker-0: slots", "worker-0: episodes")
+    assert [[bar["text"] for bar in row] for row in slots["rows"]] == [
+        [
+            "a slot plays a group, 2.0\u00a0s: group 1, 4 samples, mean reward 0.25",
+            "a slot plays a group, 2.0\u00a0s: group 3, 4 samples, mean reward 1",
+        ],
+        ["a slot plays a group, 2.0\u00a0s: group 2, 4 samples, mean reward –"],
+    ]
+    assert slots["rows"][0][0]["colour"] == episodes["rows"][0][0]["colour"]
+    assert slots["rows"][0][0]["target"] == {"n": 11, "sample": 0}
+
+
 def test_a_span_that_goes_on_is_drawn_as_far_as_it_is_seen(scripts: ViewScripts) -> None:
     """It says how long it is."""
     inside, over = [{"start": start, "length": 4} for start in (3, 8)]

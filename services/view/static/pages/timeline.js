@@ -135,6 +135,7 @@ const KINDS = [
   ["call", (span) => span.process, "call"],
   ["paused", (span) => `${span.process}: paused`, "paused by a push"],
   ["route.queued", () => "router: queue", "call waits for an engine"],
+  ["group.played", (span) => `${span.process}: slots`, "a slot plays a group"],
   ["episode", (span) => `${span.process}: episodes`, "episode"],
   ["tool", (span) => `${span.process}: tools`, "tool"],
   ["session.call", (span) => `${span.process}: agents`, "agent's call"],
@@ -148,7 +149,8 @@ const KINDS = [
   ["process.starting", () => "processes starting", "starting"],
 ];
 
-function processLanes(spans) {
+// The lanes of processes; each row of a worker's slots is one that plays a group at a time.
+export function processLanes(spans) {
   return KINDS.flatMap(([name, laneOf, text]) => {
     const byLane = new Map();
     for (const span of spans) {
@@ -166,6 +168,8 @@ export function barOf(span, text) {
   const details = [
     span.group === null ? null : `group ${span.group}${span.sample === null ? "" : `, sample ${span.sample}`}`,
     span.turn === undefined ? null : `turn ${span.turn}`,
+    span.num_samples === undefined ? null : `${span.num_samples} samples`,
+    span.mean_reward === undefined ? null : `mean reward ${number(span.mean_reward, 3)}`,
     span.num_tokens === undefined ? null : `${span.num_tokens} tokens`,
     span.first_token_s === undefined ? null : `first token after ${seconds(span.first_token_s)}`,
     span.queued_s === undefined ? null : `queued ${seconds(span.queued_s)}`,
