@@ -204,3 +204,25 @@ async def test_a_filter_keeps_the_focus(page: Page) -> None:
     await page.keyboard.press("l")  # lowest: longest sample
     await expect(page).to_have_url(re.compile("sort="))
     await expect(order).to_be_focused()
+
+
+async def test_a_page_begins_at_its_top(page: Page) -> None:
+    """Also if it is opened from the end of a long list."""
+    await page.set_viewport_size({"width": 1280, "height": 400})
+    await page.get_by_role("link", name="Samples").click()
+    await page.locator("a.card").last.click()
+    await expect(page.locator("h1")).to_have_text("Group")
+    assert await page.evaluate("scrollY") == 0
+
+
+async def test_a_token_that_is_chosen_is_not_covered(page: Page, runs: list[Path]) -> None:
+    """By the box of its numbers, which stays at the bottom of the window, or by the list of pages."""
+    files = EpisodeFiles(runs[0] / "episodes", last_step=99, max_bytes=1e12)
+    add_group(files, step=31, index=9, num_tokens=3000)
+    await page.goto(page.url.split("#")[0] + "#group?run=0&n=30&at=difference")
+    await expect(page.locator(".tokens .chosen")).to_be_in_viewport()
+    is_seen = """(token) => {
+        const { left, top, width, height } = token.getBoundingClientRect();
+        return document.elementFromPoint(left + width / 2, top + height / 2) === token;
+    }"""
+    assert await page.locator(".tokens .chosen").evaluate(is_seen)

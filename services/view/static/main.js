@@ -80,7 +80,10 @@ async function draw() {
     if (drawn === current()) {
       controls(root)[focused]?.focus({ preventScroll: true });
       tables(root).forEach((each, order) => { each.scrollLeft = places[order] ?? 0; });
-    } else if (drawn) root.focus();
+    } else if (drawn) {
+      scrollTo(0, 0); // where the page before was left is no place of this one
+      root.focus({ preventScroll: true });
+    }
     if (drawn !== current()) showLink();
     drawn = current();
     isTouched = false;

@@ -48,8 +48,9 @@ export function tokenView(context, prompt, sequence, version) {
   };
   for (let start = 0; start < tokens.length; start += CHUNK) {
     const length = tokens.slice(start, start + CHUNK).reduce((sum, token) => sum + token.text.length, 0);
+    const height = `${Math.ceil(length / CHARACTERS_A_LINE) * LINE_PX}px`;
     const chunk = h("span", { class: "chunk", style: { display: tokens.length > CHUNK ? "block" : "inline",
-      "min-height": `${Math.ceil(length / CHARACTERS_A_LINE) * LINE_PX}px` } });
+      "min-height": height, "contain-intrinsic-block-size": `auto ${height}` } }); // before it is made, and while it is out of sight
     chunks.push(chunk);
     box.append(chunk);
   }
