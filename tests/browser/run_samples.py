@@ -1,7 +1,10 @@
 """Samples, groups and what was evaluated, read in a real Chromium."""
 
+import json
 import re
 from pathlib import Path
+from statistics import median
+from urllib.parse import urlencode
 
 import pytest
 from playwright.async_api import Browser, Locator, Page, expect
@@ -147,41 +150,69 @@ async def test_a_sample_of_200_000_tokens_can_be_read(page: Page, runs: list[Pat
     await expect(page.locator(".tokens .chosen")).to_be_in_viewport()
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_found"),
+    [
+        pytest.param({"text": "edges"}, 100, id="words"),
+        pytest.param({"outcome": "stale"}, 200, id="outcome"),
+        pytest.param({"sort": "reward", "descending": "false"}, _MANY, id="sort"),
+    ],
+)
 async def test_ten_thousand_groups_are_filtered(
-    page: Page, runs: list[Path], capsys: pytest.CaptureFixture[str]
+    page: Page, runs: list[Path], changes: dict[str, str], num_found: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In less than 200 ms from the change to the list, the fastest of five times: the machine may be busy."""
+    """In less than 200 ms from the change to the list, the median of five times. Words are searched in short texts."""
     index = runs[0] / "episodes" / "index.jsonl"
-    lines = index.read_text().splitlines()
+    entries = [json.loads(line) for line in index.read_text().splitlines()]
     with index.open("a") as file:
-        for number in range(_MANY - len(lines)):
-            file.write(lines[number % 30].replace("corners", "edges" if number % 100 == 0 else "corners") + "\n")
+        for number in range(len(entries), _MANY):
+            entry = entries[number % len(entries)] | {"number": number, "rewards": [number / _MANY]}
+            if number % 100 == 50:
+                entry["prompt"] = "How many edges has the figure?"
+            if number % 50 == 31:
+                entry["outcome"] = "stale"
+            file.write(json.dumps(entry) + "\n")
     await page.get_by_role("link", name="Samples").click()
     await expect(page.get_by_text(f"{_MANY} of {_MANY} kept groups")).to_be_visible(timeout=20_000)
     taken = await page.evaluate(
-        """async () => {
+        """async (changes) => {
             const hash = location.hash;
-            const filter = async (changed, number) => {
+            const go = async (changed) => {
+                await new Promise((rested) => setTimeout(rested, 500)); // the list before is painted
+                const list = document.querySelector(".list");
                 const began = performance.now();
                 location.hash = changed;
-                while (!document.querySelector("[role=status].faint")?.textContent.startsWith(`${number} of`)) {
-                    await new Promise(requestAnimationFrame);
-                }
+                while (list.isConnected) await new Promise(requestAnimationFrame);
                 return performance.now() - began;
             };
             const taken = [];
             for (let again = 0; again < 5; again += 1) {
-                taken.push(await filter(`${hash}&text=edges`, 100));
-                await filter(hash, 10000);
+                taken.push(await go(`${hash}&${changes}`));
+                await go(hash);
             }
-            await filter(`${hash}&text=edges`, 100);
-            return Math.min(...taken);
-        }"""
+            await go(`${hash}&${changes}`);
+            return taken;
+        }""",
+        urlencode(changes),
     )
-    with capsys.disabled():
-        print(f"\n{_MANY} groups filtered in {taken:.0f} ms")  # noqa: T201 - what it measures is its result
-    assert taken < _GOAL_MS
+    await expect(page.get_by_text(f"{num_found} of {_MANY} kept groups")).to_be_visible()
     await expect(page.locator("a.card")).to_have_count(100)
+    times = ", ".join(f"{each:.0f}" for each in taken)
+    with capsys.disabled():
+        print(f"\n{_MANY} groups by {urlencode(changes)} in {times} ms")  # noqa: T201 - what it measures is its result
+    assert median(taken) < _GOAL_MS
+
+
+async def test_the_same_prompt_is_read_over_versions(page: Page) -> None:
+    """From a group to all groups of its row, the oldest first."""
+    await page.goto(page.url.split("#")[0] + "#group?run=0&n=10")
+    await page.get_by_role("link", name="the same prompt over versions").click()
+    await expect(page.locator("h1")).to_have_text("Samples")
+    await expect(page.get_by_text("4 of 30 kept groups, all of row /2")).to_be_visible()
+    steps = page.locator("a.card .facts b").filter(has_text=re.compile(r"^\d+$"))
+    await expect(steps).to_have_text(["4", "11", "18", "25"])
+    await page.locator("a.card").last.click()
+    await expect(page.locator("main")).to_contain_text("step 25")
 
 
 async def test_what_a_policy_wrote_stays_text(page: Page, runs: list[Path]) -> None:
