@@ -169,9 +169,10 @@ async def test_pages_fit_laptop_and_phone(
     context = await browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = await context.new_page()
     await page.goto(url)
-    for name in (*_PAGES, "group"):
-        await page.goto(f"{page.url.split('#')[0]}#{name}?run=1&n=3")
-        await expect(page.locator("h1")).to_have_text(name.capitalize())
+    addresses = {name: f"{name}?run=1&n=3" for name in (*_PAGES, "group")} | {"compared": "curves?run=1&with=0"}
+    for name, address in addresses.items():
+        await page.goto(f"{page.url.split('#')[0]}#{address}")
+        await expect(page.locator("h1")).to_have_text(address.partition("?")[0].capitalize())
         await page.wait_for_timeout(300)
         assert await page.evaluate("document.documentElement.scrollWidth") <= width, name
         if folder := os.environ.get("SCREENSHOTS"):

@@ -28,7 +28,7 @@ export function chart(title, x, series, { xLabel = "step", marks = [], low, note
       bind: { dblclick: (_, __, showAll) => (event) => { zoomed.delete(xLabel); showAll(event); } },
     },
     scales: { x: { time: false }, y: { range: (_, min, max) => range(min, max, low) } },
-    axes: [axis(), axis({ size: 64 })],
+    axes: [axis({ size: 32 }), axis({ size: 64 })],
     series: [
       { label: xLabel },
       ...series.map((each) => ({

@@ -52,15 +52,16 @@ function heatMap(rows, shares, most) {
   const chosenPlace = () => (chosen === null ? null : columns.findIndex(({ last }) => last >= chosen));
   const view = canvas(height, "Share of tokens by step and age; arrow keys, Home and End go through the steps", (pen, width) => {
     columns = columnsOf(shares, Math.max(1, Math.floor(width - LEFT)));
-    const cell = (width - LEFT) / columns.length;
+    const left = (place) => Math.round(LEFT + (place * (width - LEFT)) / columns.length); // whole pixels, so that no seam is seen
     pen.clearRect(0, 0, width, height);
     columns.forEach((column, place) => column.shares.forEach((share, lag) => {
       pen.fillStyle = sequential(Math.sqrt(share));
-      pen.fillRect(LEFT + place * cell, (most - lag) * CELL, cell, CELL - 1);
+      pen.fillRect(left(place), (most - lag) * CELL, left(place + 1) - left(place), CELL - 1);
     }));
     if (chosen !== null) {
       pen.strokeStyle = ink("ink");
-      pen.strokeRect(LEFT + chosenPlace() * cell, 0.5, cell, height - BOTTOM - 1);
+      const place = chosenPlace();
+      pen.strokeRect(left(place) + 0.5, 0.5, left(place + 1) - left(place), height - BOTTOM - 1);
     }
     pen.fillStyle = ink("faint");
     for (let lag = 0; lag <= most; lag += 1) pen.fillText(String(lag), 12, (most - lag) * CELL + 17);
