@@ -149,6 +149,8 @@ class Rollouts:
     free: set[int] = field(default_factory=lambda: set(range(NUM_SLOTS)))
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
     """Index and version at admission of groups without a slot."""
+    num_unsent: int = 0
+    """Groups are admitted and sent at once."""
 
     def wake(self) -> None:
         """Admit groups, and begin to play them."""

@@ -99,9 +99,12 @@ class BatchSource:
 
     def _missing(self) -> str:
         """Return the metric of the wait's cause: groups in play, a push, or missing prompts."""
-        if self.ledger.num_untrained >= self.ledger.gate.groups_per_step:
+        groups_per_step = self.ledger.gate.groups_per_step
+        if self.ledger.num_untrained - self.feeder.num_unsent >= groups_per_step:
             return "wait_s"
-        return "push_wait_s" if self.position.num_steps_ahead else "data_wait_s"
+        if self.ledger.num_untrained < groups_per_step and self.position.num_steps_ahead:
+            return "push_wait_s"
+        return "data_wait_s"
 
     async def _exists(self) -> bool:
         """Return whether groups that are not in hand may still exist; True if the bus does not answer.

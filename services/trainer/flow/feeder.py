@@ -62,6 +62,8 @@ class Feeder:
     """When a group was admitted last, by `time.monotonic()`; before the first one, when this was made."""
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while admitted prompts are on their way to the bus: until then a missing one is not lost."""
+    num_unsent: int = 0
+    """Admitted groups that are neither sent nor passed over: their rows are being read, or are on their way."""
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _reader: RowReader = field(init=False)
 
@@ -103,6 +105,7 @@ class Feeder:
                 await self._publish(
                     [each for each in admissions if self.ledger.status(each.index) is GroupStatus.ADMITTED]
                 )
+                self.changes.notify()  # who waited for prompts now waits for groups
 
     async def _next_rows(self) -> list[Row]:
         """Return the rows of the most groups that the gate can admit, if there are pools."""
@@ -182,13 +185,21 @@ class Feeder:
 
     async def _publish(self, admissions: Sequence[Admission]) -> None:
         slots = asyncio.Semaphore(_PUBLISHES_AT_A_TIME)
+
+        def end(_: asyncio.Task[None]) -> None:
+            self.num_unsent -= 1
+            slots.release()
+
+        self.num_unsent = len(admissions)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for admission in admissions:
                     await slots.acquire()
-                    tasks.create_task(self._publish_one(admission)).add_done_callback(lambda _: slots.release())
+                    tasks.create_task(self._publish_one(admission)).add_done_callback(end)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        finally:
+            self.num_unsent = 0
 
     async def _publish_one(self, admission: Admission) -> None:
         began = time.monotonic()

@@ -144,6 +144,7 @@ async def test_group_that_takes_long_is_not_taken_for_lost(bus: Bus, tiny_model_
             publishing=flow.feeder.publishing,
             has_prompts=look,
             replace_lost=flow.feeder.replace_lost,
+            num_unsent=0,
         )
         waiting = asyncio.create_task(flow.next_batch(1))
         await until(lambda: len(looks) >= 3)

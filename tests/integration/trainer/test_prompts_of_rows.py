@@ -23,9 +23,11 @@ from services.trainer.admission.group_state import GroupStatus
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.rows.example import Example
+from services.trainer.telemetry.step_metrics import StepClock
 from tests.support.trainer.groups import make_group, picture
 from tests.support.trainer.runs.flow import num_prompts, open_flow, publish, running
-from tests.support.waiting import HANG_S, promptly, until
+from tests.support.trainer.runs.manual_clock import ManualClock
+from tests.support.waiting import HANG_S, promptly, settled, until
 
 TOOL = {"type": "function", "function": {"name": "zoom"}}
 
@@ -225,3 +227,34 @@ async def test_rows_of_the_next_step_are_read_while_the_gate_is_closed(
         flow.announce(2)
         await until(partial(_are_published, bus, 8))
     assert sorted(reads) == list(range(8))
+
+
+async def test_a_batch_waits_for_data_until_its_prompts_are_out(
+    bus: Bus, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its groups are admitted at once, whatever their rows take; from then on it waits for their play."""
+    is_downloaded, read = threading.Event(), Dataset.playable
+
+    def download(rows: Dataset, position: int) -> Example | FilterReason:
+        assert is_downloaded.wait(HANG_S)
+        return read(rows, position)
+
+    monkeypatch.setattr(Dataset, "playable", download)
+    clock = ManualClock()
+    async with running(bus, tiny_model_path, groups_per_step=2) as flow:
+        step = StepClock(clock)
+        flow.announce(1)
+        try:
+            waiting = asyncio.create_task(flow.batches.next_chunk(step))
+            await until(lambda: flow.feeder.num_unsent == 2)
+            await settled()
+            clock.move(8.0)
+        finally:
+            is_downloaded.set()
+        await until(lambda: flow.feeder.num_unsent == 0)
+        await settled()
+        clock.move(4.0)
+        for index in range(2):
+            await publish(bus, make_group(tiny_model_path, index=index, version=1))
+        await promptly(waiting)
+    assert (step.seconds()["data_wait_s"], step.seconds()["wait_s"]) == (8.0, 4.0)

@@ -107,7 +107,7 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
                 ledger.admit(position.version)
                 changes.notify()
 
-        feeder: Any = SimpleNamespace(wake=admit)
+        feeder: Any = SimpleNamespace(wake=admit, num_unsent=0)
         async with consuming(bus, bus.groups, "trainer", ack_wait_s=60.0, max_ack_pending=100, fresh=True) as consumer:
             collector = Collector(
                 consumer=consumer,

@@ -270,7 +270,7 @@ async def running(
 
     batches = BatchSource(
         ledger=ledger,
-        feeder=SimpleNamespace(wake=admit, run=feed or asyncio.Event().wait),  # type: ignore[arg-type]
+        feeder=SimpleNamespace(wake=admit, run=feed or asyncio.Event().wait, num_unsent=0),  # type: ignore[arg-type]
         collector=SimpleNamespace(has_everything=UNUSED, run=collect or asyncio.Event().wait),  # type: ignore[arg-type]
         changes=changes,
         position=position,

@@ -93,6 +93,8 @@ class _Publication(PromptPublication):
 class _Feeder:
     """Plays groups itself: each call brings one."""
 
+    num_unsent = 0
+
     def __init__(self, model: Path, ledger: GroupLedger[Any, Any], position: Position, changes: Changes) -> None:
         self._model = model
         self._reader: GroupReader = open_reader(model)
