@@ -98,6 +98,8 @@ class TrainingLoop:
     """Batches of demonstrations that steps learn beside their groups; None if they learn none."""
     on_step: Callable[[dict[str, Any]], None] = lambda row: None
     """Called with the row of each step, as it is in metrics.jsonl."""
+    now: Callable[[], float] = time.monotonic
+    """Reads the clock by which steps are timed, in seconds."""
     failure: DataError | None = None
     """The first that ended the run."""
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
@@ -154,7 +156,7 @@ class TrainingLoop:
         if self.evaluator is not None and self.evaluator.is_interrupted:
             evaluations.start(self._go_on_evaluating(stop))
         while self.position.num_steps_left and not stop.is_set():
-            clock = StepClock()
+            clock = StepClock(self.now)
             if self._is_evaluation_due():
                 with self._held_up(is_over=evaluations.is_free):
                     await evaluations.free()  # the one before, of an earlier version
@@ -371,9 +373,9 @@ class TrainingLoop:
         A checkpoint holds them too, without those of the push: if the trainer dies in between, the next one writes
         them.
         """
-        began = time.monotonic()
+        began = self.now()
         report = await self.publication.publish(weights.version, weights)
-        push = ("push", began, time.monotonic() - began)
+        push = ("push", began, self.now() - began)
         seconds = await clock.final_seconds()  # a push may end while the loop waits for a checkpoint
         row = (
             metrics

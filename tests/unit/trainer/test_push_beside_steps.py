@@ -1,31 +1,33 @@
 """A push goes on beside the next step, and no two pushes at once."""
 
-import asyncio
 from pathlib import Path
 
 from services.trainer.position import Position
 from tests.support.trainer.runs.gated_loop import GatedPublication, Rows, running
+from tests.support.trainer.runs.manual_clock import ManualClock
 from tests.support.waiting import promptly, settled
 
 
 async def test_the_next_step_is_computed_beside_a_push_and_its_own_push_waits(tmp_path: Path) -> None:
-    """Chunks and update of the second step come while the first one's weights are on their way."""
+    """Chunks and update of the second step come while the first one's weights are on their way; only what it waits
+    after that is `push_wait_s`."""
     pushes: list[GatedPublication] = []
 
     def gated(position: Position) -> GatedPublication:
         pushes.append(GatedPublication(position))
         return pushes[0]
 
-    rows = Rows()
-    async with running(tmp_path, rows=rows, publication=gated) as run:
+    rows, clock = Rows(), ManualClock()
+    async with running(tmp_path, rows=rows, publication=gated, now=clock) as run:
         for first in (0, 4):
             run.finish(*range(first, first + 4))
             for what in ([*range(first, first + 4)], "finish_step"):
                 assert await run.backend.next_call() == what
+                clock.move(1.0)
                 run.backend.go_on()
-        while run.position.step < 2:
-            await asyncio.sleep(0)
-        await settled()
+        await clock.read()
+        clock.move(8.0)
+        assert run.position.step == 2
         assert pushes[0].begun == [2]
         assert rows.written == []
         pushes[0].may_end.release()
@@ -37,4 +39,5 @@ async def test_the_next_step_is_computed_beside_a_push_and_its_own_push_waits(tm
         pushes[0].may_end.release()
         await promptly(run.task)
         assert [row["step"] for row in rows.written] == [1, 2]
-        assert rows.written[1]["push_wait_s"] >= 0
+        assert [row["push_wait_s"] for row in rows.written] == [0.0, 8.0]
+        assert [row["train_s"] for row in rows.written] == [2.0, 2.0]

@@ -255,11 +255,13 @@ async def running(
     publication: Callable[[Position], Any] = PromptPublication,
     feed: Callable[[], Awaitable[None]] | None = None,
     collect: Callable[[], Awaitable[None]] | None = None,
+    max_staleness: int = 1,
     **settings: Any,
 ) -> AsyncIterator[Run]:
-    """A loop of three steps, with max_staleness 1; it pushes if there are `rows` for the metrics, and runs beside a
-    feeder and a collector if there is `feed` or `collect`."""
-    ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=1, groups_per_step=groups_per_step))
+    """A loop of three steps; it pushes if there are `rows` for the metrics, and runs beside a feeder and a collector if
+    there is `feed` or `collect`."""
+    gate = Gate(max_staleness=max_staleness, groups_per_step=groups_per_step)
+    ledger: GroupLedger[Any, Any] = GroupLedger(gate)
     position = Position(num_steps=3, step=0, version=1, announced_version=1)
     changes, backend, stop = Changes(), GatedBackend(), asyncio.Event()
     checkpoints = checkpoints or GatedCheckpoints()

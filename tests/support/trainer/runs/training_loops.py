@@ -1,5 +1,7 @@
 """A training loop without replicas, metrics and trackers."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ def training_loop(
     trackers: Any = UNUSED,
     recorder: Any = None,
     demonstrations: Any = None,
+    now: Callable[[], float] = time.monotonic,
     loop_type: type[TrainingLoop] = TrainingLoop,
     **settings: Any,
 ) -> TrainingLoop:
@@ -52,4 +55,5 @@ def training_loop(
         recorder=recorder,
         evaluator=evaluator,
         demonstrations=demonstrations,
+        now=now,
     )
