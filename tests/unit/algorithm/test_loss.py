@@ -205,6 +205,15 @@ def test_stats_by_hand() -> None:
     assert metrics["num_tokens_lag_2"] == 1
 
 
+def test_the_distance_to_the_anchor_is_that_of_the_ratio() -> None:
+    """Log ratios log 2 and -30 to the engine, clamped to -20: their mean if the engine is the anchor. Else none."""
+    tokens = tokens_of(tensor(-1, -31), tensor(-1 - math.log(2), -1))
+    to_engine = stats_of(tokens, tensor(1, 1), algorithm("ppo"), version=0)
+    assert to_engine["kl_anchor"] == pytest.approx((20 - math.log(2)) / 2)
+    assert to_engine["kl_k1"] == pytest.approx((30 - math.log(2)) / 2)
+    assert stats_of(tokens, tensor(1, 1), algorithm("tis"), version=0)["kl_anchor"] == 0
+
+
 @pytest.mark.parametrize("preset", ["tis", "ppo", "decoupled_ppo"])
 def test_a_token_that_stands_for_three_counts_three_times(preset: str) -> None:
     """Means, shares and counts by lag are those of the batch in which its three copies were measured."""

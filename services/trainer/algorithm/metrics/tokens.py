@@ -28,7 +28,7 @@ def token_stats(
     - `num_tokens_lag_k`: tokens of the batch that are k versions old, estimated if not all were measured.
     - `token_lag_mean`, `token_lag_max`: published version minus the token's version.
     - `ratio_mean`, `ratio_min`, `ratio_max`: ratio of the policy to the anchor. `ratio_ess`: effective share of the
-      batch, (sum r)^2 / (N sum r^2).
+      batch, (sum r)^2 / (N sum r^2). `kl_anchor`: estimate of KL(anchor || policy), mean of -log r.
     - `clip_fraction`: share of tokens whose objective the trust region changed; `_low` and `_high` count those with
       negative and with positive advantage.
     - `tis_mean`, `tis_capped_fraction`, `tis_ess`: importance weight after its bounds, share of tokens that a bound
@@ -65,6 +65,7 @@ def token_stats(
         "ratio_min": loss.ratio_N.min(),
         "ratio_max": loss.ratio_N.max(),
         "ratio_ess": _effective_share(loss.ratio_N, counts_N),
+        "kl_anchor": -weighted_mean(loss.ratio_N.log(), counts_N),
         "policy_loss": loss.policy,
     }
     metrics |= _of_axes(loss, config, counts_N)
