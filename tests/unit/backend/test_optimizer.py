@@ -31,12 +31,15 @@ def optimizer_of(
     config: OptimizerConfig,
     *,
     rates: Mapping[str, float] | None = None,
+    is_fused: bool = False,
     eps: float = ADAM_EPS,
     max_skipped_steps: int = MAX_SKIPPED_STEPS,
 ) -> Optimizer:
     """One with the same rate for all weights but those in `rates`."""
     rates = dict.fromkeys(weights.trained, config.learning_rate) | dict(rates or {})
-    return Optimizer(weights, rates, config, num_updates=10, eps=eps, max_skipped_steps=max_skipped_steps)
+    return Optimizer(
+        weights, rates, config, num_updates=10, is_fused=is_fused, eps=eps, max_skipped_steps=max_skipped_steps
+    )
 
 
 def make_model() -> torch.nn.Module:
@@ -129,6 +132,30 @@ def test_parts_have_rates_of_their_own_and_averages_by_name() -> None:
     again = make_model()
     averages = updated(again, part).state_dict()["averages"]
     assert (averages["bias"]["step"], averages["weight"]["step"]) == (3, 1)
+
+
+def test_fused_updates_are_those_of_the_loop() -> None:
+    """Weights and averages after five updates, up to the last bits: two rates, decay, a clipped norm, and a resume."""
+    config = OptimizerConfig(learning_rate=1e-2, learning_rates={"bias": 1e-3}, weight_decay=0.1, grad_clip=0.5)
+    results = []
+    for is_fused in (False, True):
+        model, state = make_model(), None
+        generator = torch.Generator().manual_seed(1)
+        for num_updates in (2, 3):
+            weights = MasterWeights(dict(model.named_parameters()))
+            optimizer = optimizer_of(weights, config, rates={"bias": 1e-3}, is_fused=is_fused, eps=1e-3)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            for _ in range(num_updates):
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn(parameter.shape, generator=generator)
+                optimizer.update(0.0)
+            state = optimizer.state_dict()
+        assert all(group["fused"] is (is_fused or None) for group in optimizer._adamw.param_groups)
+        results.append((dict(weights.named()), state["averages"]))
+    (looped, averages_of_loop), (fused, averages_of_fused) = results
+    torch.testing.assert_close(fused, looped, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(averages_of_fused, averages_of_loop, rtol=1e-6, atol=1e-8)
 
 
 def copied(model: torch.nn.Module, dtype: torch.dtype) -> CopiedMasterWeights:
