@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.runtime.available_memory import memory_here
 from services.doctor import gpu, memory, network, software
 from services.doctor.finding import Finding, Status, blamed, warning
 from services.doctor.hub import check_hub
@@ -29,7 +30,6 @@ DEADLINE_S = 15.0
 """Seconds for a check that asks this machine or the network."""
 
 _DISTRIBUTIONS = {"PIL": "pillow", "math_verify": "math-verify", "huggingface_hub": "huggingface-hub"}
-_CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
 
 
@@ -194,7 +194,7 @@ def _memory(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
             yield _for_this_host(found, recipe, is_sft=is_sft) if _lacks_only_gpus(recipe) else found
         else:
             if size is not None:
-                found = memory.check_host_memory(size, recipe, plan, _available_memory(), is_sft=is_sft)
+                found = memory.check_host_memory(size, recipe, plan, memory_here(), is_sft=is_sft)
                 yield _for_this_host(found, recipe, is_sft=is_sft)
     if not is_sft:
         yield memory.check_shared_memory(_free(_SHM))
@@ -213,10 +213,6 @@ def _memory(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
 def _free(folder: Path) -> int | None:
     """Return the free bytes in the folder's file system; None if the folder is missing or not writable."""
     return shutil.disk_usage(folder).free if os.access(folder, os.W_OK | os.X_OK) else None
-
-
-def _available_memory() -> int:
-    return memory.available_memory(Path("/proc/meminfo").read_text(), memory.read_cgroup(_CGROUP))
 
 
 def _version_of(module: str) -> str | None:

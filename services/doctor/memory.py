@@ -6,8 +6,6 @@ but does not count them.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
 
 from penstock.model.precision import resolve_dtype
 from services.doctor.finding import Finding, fault, gib, ok, warning
@@ -24,12 +22,6 @@ SPARE = 0.8
 MIN_SHM_BYTES = 2**30
 MIN_TEMPORARY_BYTES = 2**30
 
-_CGROUP_VERSIONS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""For cgroup v2 and v1: the files of the limit and of the usage, and memory.stat's name of the page cache that is
-reclaimed first."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -163,37 +155,6 @@ def check_host_memory(
     if needed > SPARE * available:
         return warning("memory", seen, remedy)
     return ok("memory", seen)
-
-
-def available_memory(meminfo: str, cgroup: Mapping[str, str]) -> int:
-    """Return the bytes that processes may still take: the machine's, or the container's if that has a limit.
-
-    The page cache that the kernel reclaims first counts as free, as in kubelet and `docker stats`; otherwise a
-    container that has read large files would seem full.
-
-    Args:
-        meminfo: The text of /proc/meminfo.
-        cgroup: As `read_cgroup` returns it.
-    """
-    lines = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
-    available = int(lines["MemAvailable"].split()[0]) * 1024
-    for limit, usage, cache in _CGROUP_VERSIONS:
-        if cgroup.get(limit, "max").strip() == "max":
-            continue
-        stat = dict(line.split() for line in cgroup.get("memory.stat", "").splitlines())
-        used = max(0, int(cgroup.get(usage, "0")) - int(stat.get(cache, "0")))
-        available = max(0, min(available, int(cgroup[limit]) - used))
-    return available
-
-
-def read_cgroup(root: Path) -> dict[str, str]:
-    """Return the files that limit memory under `root`, usually /sys/fs/cgroup, name to text; empty if none does."""
-    for folder in (root, root / "memory"):
-        names = {"memory.stat", *(name for version in _CGROUP_VERSIONS for name in version[:2])}
-        found = {name: (folder / name).read_text() for name in sorted(names) if (folder / name).is_file()}
-        if any(limit in found for limit, _, _ in _CGROUP_VERSIONS):
-            return found
-    return {}
 
 
 def check_shared_memory(free: int | None) -> Finding:

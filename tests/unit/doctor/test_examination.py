@@ -17,7 +17,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "find_gpus", lambda: ["0"])
     monkeypatch.setattr(gpu, "probe_gpus", lambda: facts(H100, nccl=(2, 29, 3)))
     monkeypatch.setattr(examination, "check_model", lambda recipe: (ok("model", "large"), TWO_BILLION))
-    monkeypatch.setattr(examination, "_available_memory", lambda: 64 * GIB)
+    monkeypatch.setattr(examination, "memory_here", lambda: 64 * GIB)
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -69,7 +69,7 @@ def test_a_run_of_several_hosts_need_not_fit_one(monkeypatch: pytest.MonkeyPatch
         looks_like("plan", "--trainer.ranks=9", "--slurm.gpus_per_node=8", is_sft=True), Status.FAULT, "need 9 GPUs"
     )
     monkeypatch.setattr(examination, "find_gpus", list)  # a login node
-    monkeypatch.setattr(examination, "_available_memory", lambda: GIB)
+    monkeypatch.setattr(examination, "memory_here", lambda: GIB)
     assert_found(looks_like("memory", *large), Status.FAULT, "of the 1.0 GiB")
     found = looks_like("memory", *large, "--slurm.gpus_per_node=8")
     assert_found(found, Status.WARNING, "this host alone", "of the 1.0 GiB")
