@@ -12,7 +12,6 @@ import torch
 from penstock.bus.image_store import hash_of
 from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group, GroupId, Sample, TokenSequence, Verdict, VersionSpan
-from penstock.testing.tolerance import MAX_DLOGP
 from penstock.v1 import generate_pb2
 from services.rollout.testing.engine_process import EngineProcess
 from services.trainer.backend.policy.load_model import load_policy
@@ -24,6 +23,8 @@ from tests.support.engine.reference import Reference, picture, prompt, request
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous", "engine_forker")]
 
 TEMPERATURE = 0.7
+MAX_DLOGP = 1e-5
+"""In nats: samples of a few dozen tokens add up less rounding than those of a run."""
 IMAGES = [[], [picture(96, 96)], [picture(200, 130, seed=1)], [picture(96, 96, seed=2), picture(150, 101, seed=3)]]
 """Of each group: text only, pictures of two sizes, two pictures."""
 VERDICT = Verdict(score=0.0, status="OK", extracted="", method="test")
