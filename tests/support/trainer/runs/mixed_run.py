@@ -134,9 +134,11 @@ def train(
     seed: int = 0,
     checkpoint: Checkpoint | None = None,
     records: bool = False,
+    algorithm: AlgorithmConfig | None = None,
 ) -> list[dict[str, Any]]:
     """Train to the end, from the model or a checkpoint, with a checkpoint every two steps; return the metrics' rows."""
-    return asyncio.run(_train(model, folder, demonstrations, num_steps, seed, checkpoint, records=records))
+    algorithm = algorithm or AlgorithmConfig()
+    return asyncio.run(_train(model, folder, demonstrations, num_steps, seed, checkpoint, algorithm, records=records))
 
 
 async def _train(
@@ -146,6 +148,7 @@ async def _train(
     num_steps: int,
     seed: int,
     checkpoint: Checkpoint | None,
+    algorithm: AlgorithmConfig,
     *,
     records: bool,
 ) -> list[dict[str, Any]]:
@@ -156,9 +159,7 @@ async def _train(
     )
     own = BackendConfig(**{name: getattr(config, name) for name in BackendConfig.model_fields})
     coef = None if demonstrations is None else demonstrations.coef
-    backend = InProcessBackend(
-        model, own, AlgorithmConfig(), seed=seed, temperature=TEMPERATURE, demonstration_coef=coef
-    )
+    backend = InProcessBackend(model, own, algorithm, seed=seed, temperature=TEMPERATURE, demonstration_coef=coef)
     backend.load(None if checkpoint is None else checkpoint.path)
     gate = Gate(max_staleness=0, groups_per_step=2)
     ledger: GroupLedger[Any, Any] = (
@@ -178,7 +179,7 @@ async def _train(
         seed=seed,
         temperature=TEMPERATURE,
         trainer=config,
-        algorithm=AlgorithmConfig(),
+        algorithm=algorithm,
         filters=FilterConfig(),
         demonstrations=demonstrations,
     )
