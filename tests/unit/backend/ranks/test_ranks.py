@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.presets import PRESETS
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
@@ -220,9 +221,10 @@ READS_OTHERS = ("m2po", "gspo", "kl in reward", "normalised")
     "names",
     [
         READS_OTHERS,
-        pytest.param([name for name in ALGORITHMS if name not in READS_OTHERS], marks=pytest.mark.variant),
+        [name for name in PRESETS if name not in READS_OTHERS],
+        pytest.param([name for name in ALGORITHMS if name not in {*READS_OTHERS, *PRESETS}], marks=pytest.mark.variant),
     ],
-    ids=["read of others", "others"],
+    ids=["read of others", "other presets", "others"],
 )
 def test_every_algorithm_takes_the_same_step_on_two_ranks(
     two: RankPool, tiny_model_path: Path, names: Sequence[str]

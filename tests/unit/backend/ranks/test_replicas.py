@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.trainer.algorithm.presets import PRESETS
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from tests.support.trainer.checkpoints import tensors_of
 from tests.support.trainer.families import MIXTURES, heard, write_model
@@ -32,7 +33,7 @@ def test_two_replicas_of_two_shards_take_the_steps_of_one_rank(four: RankPool, t
     [
         "m2po",
         "normalised",
-        *(pytest.param(name, marks=pytest.mark.variant) for name in ("cispo", "decoupled_ppo", "gspo", "kl in reward")),
+        *(pytest.param(name, marks=pytest.mark.variant) for name in (*PRESETS, "kl in reward") if name != "m2po"),
     ],
 )
 def test_four_ranks_compare_samples_over_the_batch_as_one(four: RankPool, tiny_model_path: Path, name: str) -> None:
