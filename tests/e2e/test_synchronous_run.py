@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +20,7 @@ from penstock.bus.connection import connect
 from penstock.clients import RouterClient, TrainerClient
 from penstock.config import SecurityConfig, load
 from penstock.errors import AccessError, DeadlineError, UnavailableError
-from penstock.records import Sample
+from penstock.records import Sample, Turn
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from penstock.testing.tolerance import MAX_DLOGP
@@ -230,6 +230,22 @@ def test_an_agent_s_conversations_are_trained(run: TrainProcess) -> None:
     assert any(differ), "no sample differs from the others of its group: the test proves nothing"
     for row, has_advantage in zip(run.rows(), differ, strict=True):
         assert row["grad_norm"] > 0 or not has_advantage
+
+
+def test_samples_of_a_group_share_one_prefill(run: TrainProcess) -> None:
+    """One computes the prompt. The others compute its last token, since the cache has no logits, and so does each later
+    turn beside what the environment added: with prompts of dozens of tokens, at most a tenth of what is needed."""
+    for row in run.rows():
+        groups = read_recording(run.folder / "groups", row["step"]).groups
+        for group in groups:
+            *others, _ = sorted(turn.num_prompt_tokens - turn.num_cached_tokens for turn in first_turns(group.samples))
+            assert others == [1] * 3
+        assert row["prefill_ratio"] <= 1.1
+
+
+def first_turns(samples: Sequence[Sample]) -> list[Turn]:
+    """Of each sample."""
+    return [sample.turns[0] for sample in samples]
 
 
 def test_every_push_was_verified(run: TrainProcess) -> None:

@@ -100,10 +100,10 @@ def describe_filters(played: Sequence[Group], ready: Sequence[TrainGroup], since
 
 
 def prefill_ratio(groups: Sequence[Group]) -> float:
-    """Return the prompt tokens that the engines computed, divided by those that they had to; 1 is the minimum.
+    """Return the prompt tokens that the engines computed, divided by those that they had to.
 
     A group needs its prompt once, and for each later turn the tokens that the environment added; the rest can come from
-    the prefix cache. 0 if nothing was needed.
+    the prefix cache. Below 1 if groups begin with the same tokens; 0 if nothing was needed.
     """
     num_computed = num_needed = 0
     for group in groups:
