@@ -105,7 +105,7 @@ class TrainingLoop:
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while the weights that an evaluation plays must stay the published ones."""
     _is_copied: asyncio.Event = field(default_factory=asyncio.Event)
-    """Cleared while a checkpoint is written from the weights in place."""
+    """Cleared until a checkpoint has been copied, or written from the weights in place."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, and save a checkpoint at the end in both cases.

@@ -24,7 +24,7 @@ from services.trainer.backend.files.checkpoint_share import Collected
 from services.trainer.backend.files.export import named_weights
 from services.trainer.backend.files.model_state import ModelState
 from services.trainer.backend.files.pushed_precision import precisions
-from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
+from services.trainer.backend.memory import has_room_to_spare, highest, memory_peaks, reset_memory_peak
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.backend.policy.adapters import pushed_adapters
 from services.trainer.backend.policy.model import PolicyModel
@@ -263,14 +263,21 @@ class InProcessBackend:
             base_digests=state.pushed_digests,
         )
 
-    def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> Mapping[str, str]:
-        """Write a checkpoint, without a copy of the weights; see `TrainBackend.save`.
+    def save(self, folder: Path, *, on_copied: Callable[[], object] | None = None) -> Mapping[str, str]:
+        """Write a checkpoint; see `TrainBackend.save`. Its weights are copied if somebody waits to change them, and the
+        host's memory has room to spare.
 
         Raises:
             OSError: a file cannot be written.
         """
-        digests = self.write(self.collect(), folder)
-        on_copied()
+        collected = self.collect()
+        if on_copied is not None and has_room_to_spare(collected.size_bytes):
+            collected = collected.copied()
+            on_copied()
+            return self.write(collected, folder)
+        digests = self.write(collected, folder)
+        if on_copied is not None:
+            on_copied()
         return digests
 
     def collect(self) -> Collected:

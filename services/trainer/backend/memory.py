@@ -1,12 +1,16 @@
-"""Measures peaks of memory: of the device in a step, and of the process."""
+"""Measures memory: peaks of the device in a step and of the process, and what the host has left."""
 
 import resource
 from collections.abc import Iterable, Mapping
 
 import torch
 
+from penstock.runtime.available_memory import memory_here
+
 _MAXRSS_BYTES = 1024
 """Bytes per unit of ru_maxrss, which Linux counts in KiB."""
+_SPARE = 2
+"""Times that a copy that could be left out must fit into the memory that is left: others may need some meanwhile."""
 
 
 def reset_memory_peak(device: torch.device) -> None:
@@ -29,3 +33,11 @@ def highest(peaks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for of_rank in peaks:
         found |= {name: max(peak, found.get(name, 0.0)) for name, peak in of_rank.items()}
     return found
+
+
+def has_room_to_spare(size_bytes: int) -> bool:
+    """Return whether the host's memory has ample room for a copy of this size that could be left out."""
+    try:
+        return _SPARE * size_bytes <= memory_here()
+    except OSError:  # a host that does not tell
+        return False

@@ -13,7 +13,7 @@ them as any other, and writes them into files of its own; rank 0 writes the rest
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -56,6 +56,21 @@ class Collected:
     """Contents of `trainer.pt`."""
     adapter_config: dict[str, Any] | None = None
     """Contents of `adapter/adapter_config.json`; None: the checkpoint has a model folder."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(tensor.nbytes for share in self.tensors.values() for tensor in share.owned.values())
+
+    def copied(self) -> Self:
+        """Return a copy in the host's memory, which no update changes."""
+        tensors = {
+            folder: replace(
+                share, owned={name: tensor.detach().to("cpu", copy=True) for name, tensor in share.owned.items()}
+            )
+            for folder, share in self.tensors.items()
+        }
+        return replace(self, tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
