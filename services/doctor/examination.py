@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.runtime.available_memory import memory_here
+from penstock.runtime.host.available_memory import memory_here
 from services.doctor import gpu, memory, network, software
 from services.doctor.finding import Finding, Status, blamed, warning
 from services.doctor.hub import check_hub

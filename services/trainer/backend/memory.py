@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from penstock.runtime.available_memory import memory_here
+from penstock.runtime.host.available_memory import memory_here
 
 _MAXRSS_BYTES = 1024
 """Bytes per unit of ru_maxrss, which Linux counts in KiB."""

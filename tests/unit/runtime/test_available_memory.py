@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.available_memory import available_memory, read_cgroup
+from penstock.runtime.host.available_memory import available_memory, read_cgroup
 
 
 def test_memory_of_a_container() -> None:
