@@ -32,6 +32,7 @@ while [[ $1 == --* ]]; do
   shift
 done
 [[ $exported ]] || unset ${!PENSTOCK_@}
+[[ ! -e slow_traps ]] || export BASH_ENV=slow_traps
 exec "$@"
 """,
     "scontrol": 'if [[ $1 == show ]]; then printf "node1\\nnode2\\n"; else echo "scontrol $*" >> calls; fi',
@@ -234,6 +235,22 @@ def test_a_second_signal_changes_nothing(start: Callable[..., Job]) -> None:
     job.exits("train", 130)
     assert job.end()[0] == 130
     assert job.calls().count("told") == 1
+
+
+def test_a_signal_in_the_moment_of_a_start_is_passed_on(tmp_path: Path, start: Callable[..., Job]) -> None:
+    """The script that waits for the trainer is slow: it has no time after the trainer's start before the signal."""
+    (tmp_path / "slow_traps").write_text(
+        """
+unset BASH_ENV
+set -T
+trap '[[ $BASH_COMMAND != trap* ]] || sleep 1' DEBUG
+"""
+    )
+    job = start()
+    job.until_training()
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.end()[0] == 130
+    assert "told" in job.calls()
 
 
 def test_a_node_that_fails_ends_the_run(start: Callable[..., Job]) -> None:
