@@ -1,6 +1,6 @@
-"""Memory that processes of this machine, or of this container, may still take."""
+"""Memory that processes of this machine, of this container or of this job may still take."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 _CGROUP_VERSIONS = (
@@ -13,36 +13,55 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_here() -> int:
-    """Return the bytes that processes here may still take."""
-    return available_memory(Path("/proc/meminfo").read_text(), read_cgroup(_CGROUP))
+    """Return the bytes that processes here may still take.
+
+    Raises:
+        OSError, KeyError, ValueError: the machine does not tell.
+    """
+    own = Path("/proc/self/cgroup").read_text()
+    return available_memory(Path("/proc/meminfo").read_text(), read_cgroups(_CGROUP, own))
 
 
-def available_memory(meminfo: str, cgroup: Mapping[str, str]) -> int:
-    """Return the bytes that processes may still take: the machine's, or the container's if that has a limit.
+def available_memory(meminfo: str, cgroups: Iterable[Mapping[str, str]]) -> int:
+    """Return the bytes that processes may still take: the machine's, or what the narrowest limit of a group leaves.
 
     The page cache that the kernel reclaims first counts as free, as in kubelet and `docker stats`; otherwise a
     container that has read large files would seem full.
 
     Args:
         meminfo: The text of /proc/meminfo.
-        cgroup: As `read_cgroup` returns it.
+        cgroups: As `read_cgroups` yields them.
     """
     lines = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
     available = int(lines["MemAvailable"].split()[0]) * 1024
-    for limit, usage, cache in _CGROUP_VERSIONS:
-        if cgroup.get(limit, "max").strip() == "max":
-            continue
-        stat = dict(line.split() for line in cgroup.get("memory.stat", "").splitlines())
-        used = max(0, int(cgroup.get(usage, "0")) - int(stat.get(cache, "0")))
-        available = max(0, min(available, int(cgroup[limit]) - used))
+    for cgroup in cgroups:
+        for limit, usage, cache in _CGROUP_VERSIONS:
+            if cgroup.get(limit, "max").strip() == "max":
+                continue
+            stat = dict(line.split() for line in cgroup.get("memory.stat", "").splitlines())
+            used = max(0, int(cgroup.get(usage, "0")) - int(stat.get(cache, "0")))
+            available = max(0, min(available, int(cgroup[limit]) - used))
     return available
 
 
-def read_cgroup(root: Path) -> dict[str, str]:
-    """Return the files that limit memory under `root`, usually /sys/fs/cgroup, name to text; empty if none does."""
-    for folder in (root, root / "memory"):
-        names = {"memory.stat", *(name for version in _CGROUP_VERSIONS for name in version[:2])}
-        found = {name: (folder / name).read_text() for name in sorted(names) if (folder / name).is_file()}
-        if any(limit in found for limit, _, _ in _CGROUP_VERSIONS):
-            return found
-    return {}
+def read_cgroups(root: Path, own: str) -> Iterator[dict[str, str]]:
+    """Yield the files that limit the memory of a process's control group, and of each group above it; name to text.
+
+    A container usually sees its own group as the uppermost one; a job of Slurm and a service of systemd do not.
+
+    Args:
+        root: Usually /sys/fs/cgroup.
+        own: The text of /proc/self/cgroup.
+    """
+    names = {"memory.stat", *(name for version in _CGROUP_VERSIONS for name in version[:2])}
+    for line in own.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        folder = top / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(top):
+                found = {name: (group / name).read_text() for name in sorted(names) if (group / name).is_file()}
+                if any(limit in found for limit, _, _ in _CGROUP_VERSIONS):
+                    yield found

@@ -39,5 +39,5 @@ def has_room_to_spare(size_bytes: int) -> bool:
     """Return whether the host's memory has ample room for a copy of this size that could be left out."""
     try:
         return _SPARE * size_bytes <= memory_here()
-    except OSError:  # a host that does not tell
+    except (OSError, KeyError, ValueError):  # a host that does not tell
         return False

@@ -41,11 +41,14 @@ def test_a_checkpoint_is_of_the_moment_before_the_update_that_it_lets_go_on(
     assert written == expected
 
 
-def test_a_host_that_does_not_tell_its_memory_has_none_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [PermissionError, KeyError, ValueError])
+def test_a_host_that_does_not_tell_its_memory_has_none_to_spare(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
     """A checkpoint is written either way."""
 
     def unreadable() -> int:
-        raise PermissionError
+        raise error
 
     monkeypatch.setattr(memory, "memory_here", unreadable)
     assert not memory.has_room_to_spare(1)
