@@ -215,7 +215,7 @@ class SlowCheckpoints:
         """Return step and version."""
         return SimpleNamespace(step=position.step, version=position.version)
 
-    async def write(self, _: SimpleNamespace, *, on_copied: Callable[[], None]) -> None:
+    async def write(self, _: SimpleNamespace, *, on_copied: Callable[[], None] | None) -> None:
         """Sleep. Nothing is copied, so that the next update waits for the end, as on one rank."""
         await asyncio.sleep(CHECKPOINT_S)
 

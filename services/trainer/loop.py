@@ -195,14 +195,14 @@ class TrainingLoop:
                 timed = row | clock.seconds()
                 moment = self.checkpoints.moment(self.position, timed | field_names(timed))
                 self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
-                writes.start(self._write_checkpoint(moment, settlements))
+                writes.start(self._write_checkpoint(moment, settlements, on_copied=self._is_copied.set))
             clock.stop()
         for lane in (pushes, writes, settlements):
             await lane.free()
         is_untrained = self.position.step == 0 and self.failure is not None
         if self.checkpoints.saved_version != self.position.version and not is_untrained:
             self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
-            await self._write_checkpoint(self.checkpoints.moment(self.position), settlements)
+            await self._write_checkpoint(self.checkpoints.moment(self.position), settlements, on_copied=None)
             await settlements.free()
         with self._held_up(is_over=evaluations.is_free):
             await evaluations.free()
@@ -393,8 +393,10 @@ class TrainingLoop:
         self.trackers.log(row)
         self.on_step(row)
 
-    async def _write_checkpoint(self, moment: Moment, settlements: Lane) -> None:
+    async def _write_checkpoint(
+        self, moment: Moment, settlements: Lane, *, on_copied: Callable[[], None] | None
+    ) -> None:
         with spans.recorded("checkpoint", step=moment.step):
-            await self.checkpoints.write(moment, on_copied=self._is_copied.set)
+            await self.checkpoints.write(moment, on_copied=on_copied)
         self._is_copied.set()
         settlements.start(self.checkpoints.settle(moment))

@@ -128,12 +128,12 @@ class TrainBackend(Protocol):
         Several ranks write their weights when these are read.
         """
 
-    def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> Mapping[str, str]:
+    def save(self, folder: Path, *, on_copied: Callable[[], object] | None = None) -> Mapping[str, str]:
         """Write `model/` and the optimizer's state into `folder`, from which `load` continues bit for bit.
 
         What is written is of the moment after the last step that was finished. The next one may have begun: this may
         run beside `accumulate` and `abort_step`, and from the call of `on_copied` on beside everything but `load`.
-        Files that are written without a copy are complete by then.
+        None: nobody waits for it. Files that are written without a copy are complete by then.
 
         Returns the digest (`file_digest`) of each file that is on the disk, by its path in `folder`.
         """

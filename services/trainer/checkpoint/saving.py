@@ -87,12 +87,12 @@ class CheckpointSaver:
             metrics=metrics,
         )
 
-    async def write(self, moment: Moment, *, on_copied: Callable[[], None] = lambda: None) -> None:
+    async def write(self, moment: Moment, *, on_copied: Callable[[], None] | None = None) -> None:
         """Write the checkpoint of `moment`.
 
         Args:
             moment: Of the weights as they are.
-            on_copied: Called when the weights may change, which may be before this returns.
+            on_copied: Called when the weights may change, which may be before this returns; None: they will not.
 
         Raises:
             SupersededError: another trainer has taken over; nothing was written.
@@ -109,8 +109,8 @@ class CheckpointSaver:
             "metrics": dict(moment.metrics),
         }
         started = time.monotonic()
-        copied = partial(asyncio.get_running_loop().call_soon_threadsafe, on_copied)
-        save = partial(self.backend.save, on_copied=copied)
+        call_here = asyncio.get_running_loop().call_soon_threadsafe
+        save = partial(self.backend.save, on_copied=None if on_copied is None else partial(call_here, on_copied))
         await asyncio.to_thread(self.store.save, moment.step, state, save)
         self.write_s = time.monotonic() - started
         log.info("checkpoint.saved", step=moment.step, elapsed_s=round(self.write_s, 3))

@@ -76,7 +76,7 @@ class _ManyRanks:
         """Load a checkpoint, or with None the model folder; see `TrainBackend.load`."""
         self._command("load", checkpoint)
 
-    def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> Mapping[str, str]:
+    def save(self, folder: Path, *, on_copied: Callable[[], object] | None = None) -> Mapping[str, str]:
         """Write a checkpoint; see `TrainBackend.save`. Other commands wait while shares are copied, not longer.
 
         Raises:
@@ -86,7 +86,8 @@ class _ManyRanks:
             self._ranks.broadcast((_SAVE, (folder,)))
             with self._pulse.command(_SAVE):
                 collected = self._own.collect()
-        on_copied()
+        if on_copied is not None:
+            on_copied()
         return _write_with_others(self._own, collected, folder, self._ranks, gathering=self._blaming)
 
     def close(self) -> None:

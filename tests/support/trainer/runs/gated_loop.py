@@ -90,10 +90,10 @@ class GatedCheckpoints:
         self.metrics[position.version] = metrics
         return SimpleNamespace(step=position.step, version=position.version)
 
-    async def write(self, moment: SimpleNamespace, *, on_copied: Callable[[], None]) -> None:
+    async def write(self, moment: SimpleNamespace, *, on_copied: Callable[[], None] | None) -> None:
         """Wait for the test."""
         self.moments.append(moment.version)
-        if self.copies:
+        if self.copies and on_copied is not None:
             on_copied()
         await promptly(self.on_disk.wait())
 
@@ -173,7 +173,7 @@ class SlowSettlements(GatedCheckpoints):
 
     may_settle: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def write(self, moment: SimpleNamespace, *, on_copied: Callable[[], None]) -> None:
+    async def write(self, moment: SimpleNamespace, *, on_copied: Callable[[], None] | None) -> None:
         """It is on disk."""
         self.moments.append(moment.version)
 
