@@ -3,7 +3,7 @@
 Buckets arrive in buffers, which exist as long as a part of them is in flight or being loaded. Large weights arrive in
 place only in an engine of one process that has proven the addresses of its parameters, so its first push takes most.
 The processes of an engine of several then put whole weights together, one at a time, to compare digests; the buffers
-are gone by then. A weight that an adapter changes is computed in float32.
+are gone by then. A weight that an adapter changes is computed in float32, after the base's digests have been compared.
 """
 
 import collections
@@ -21,12 +21,13 @@ _FLOAT32, _BFLOAT16 = 4, 2
 def push_bytes(shape: ModelShape, *, tensor_parallel: int) -> int:
     """Return the most bytes that a push takes of each of an engine's GPUs, whichever transport it uses."""
     part = 1 / tensor_parallel
+    largest = _BFLOAT16 * max(size for _, size in shape.sizes)
+    put_together = 0 if tensor_parallel == 1 else math.ceil((2 + part) * largest)  # whole, all its shards, and one
     if shape.adapters is not None:
         # The largest change and its part; then that part, with the base's in both precisions and their sum.
         changing = max(_FLOAT32 * (1 + part), (3 * _FLOAT32 + _BFLOAT16) * part)
-        return math.ceil(_FLOAT32 * shape.adapters.num_parameters + changing * max(shape.adapters.changed_sizes))
-    largest = _BFLOAT16 * max(size for _, size in shape.sizes)
-    put_together = 0 if tensor_parallel == 1 else math.ceil((2 + part) * largest)  # whole, all its shards, and one
+        merging = math.ceil(_FLOAT32 * shape.adapters.num_parameters + changing * max(shape.adapters.changed_sizes))
+        return max(merging, put_together)
     return max(max(_arriving(shape)), put_together)
 
 

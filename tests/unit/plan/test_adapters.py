@@ -104,7 +104,8 @@ def test_adapters_of_the_tower_are_gathered_with_the_rest(tmp_path: Path, monkey
 
 
 def test_engines(model: Path) -> None:
-    """A push is merged in what they leave of their GPU; the host has the matrices as they were."""
+    """A push is merged in what they leave of their GPU, and those of several processes compare the base's digests there
+    before; the host has the matrices as they were."""
     changed, largest = 3 * 64 * (2 * 64 + 2 * 32 + 3 * 128), 64 * 128
     for tensor_parallel, bytes_of_largest in ((1, 14), (2, 7), (4, 5)):
         plan = plan_of(model, RANK_8, f"--rollout.tensor_parallel={tensor_parallel}")
@@ -113,6 +114,9 @@ def test_engines(model: Path) -> None:
         assert push.room_bytes == 80 * GIB - int(0.85 * 80 * GIB)
         for moment in moments(plan, "host").values():
             assert moment["engines' matrices without adapters"] == 2 * changed
+    few = ("--trainer.lora.rank=1", '--trainer.lora.targets=["*k_proj"]', "--rollout.tensor_parallel=2")
+    embedding = max(size for _, size in ModelShape.read(model).sizes)
+    assert plan_of(model, *few).processes[0].moments[1].total_bytes == 5 * embedding  # whole, both shards, and one
 
 
 def test_a_rank_holds_whole_rows() -> None:
