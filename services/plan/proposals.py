@@ -32,9 +32,7 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     settings: dict[str, object] = {}
 
     usual = {"rollout.gpu_memory_fraction": USUAL_FRACTION}
-    if gpus.count > 1 and rollout.gpu_memory_fraction > USUAL_FRACTION:
-        yield settings | usual  # a push may have no room
-    if gpus.count > 1 and rollout.gpu_memory_fraction < USUAL_FRACTION:
+    if gpus.count > 1 and rollout.gpu_memory_fraction != USUAL_FRACTION:  # with more a push may have no room
         settings = settings | usual
         yield settings
     if not trainer.gradient_checkpointing:

@@ -254,6 +254,13 @@ def test_a_push_has_to_fit_beside_the_engines_share(model: Path) -> None:
     assert plan_of(model, "--rollout.gpu_memory_fraction=0.99").fits
 
 
+def test_room_for_a_push_is_proposed_with_what_the_trainer_lacks(model: Path) -> None:
+    """Both may be too large."""
+    recipe = load(Recipe, [], [f"--model.path={model}", "--rollout.replicas=1", "--rollout.gpu_memory_fraction=0.99"])
+    both = {"rollout.gpu_memory_fraction": 0.85, "trainer.ranks": 7}
+    assert any(both.items() <= settings.items() for settings in proposals.proposals(recipe, Gpus.parse("8x80")))
+
+
 def test_what_bounds_a_sample_bounds_a_row(model: Path) -> None:
     """A longer sample than micro_batch_tokens has a row of its own; where nothing bounds it, that is said."""
     short = ("--trainer.micro_batch_tokens=100", "--rollout.context_length=0")
