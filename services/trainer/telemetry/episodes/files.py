@@ -117,7 +117,7 @@ class EpisodeFiles:
         """Append groups that are kept with a step.
 
         Raises:
-            OSError: the disk is full; some of them may be in the folder.
+            OSError: the disk is full; the index has none of them.
         """
         name = _file_name(step)
         offset = _append(os.path.join(self._folder, name), b"".join(group.whole for group in groups))
@@ -208,15 +208,20 @@ class EpisodeFiles:
 
 
 def _append(path: str | Path, lines: bytes | bytearray) -> int:
-    """Append lines, and return their offset. What a killed writer or a full disk cut off becomes a line of its own."""
+    """Append lines, and return their offset. What a killed writer cut off becomes a line of its own."""
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)  # a file object costs three times as much
     try:
-        offset = os.fstat(file).st_size
-        if offset and os.pread(file, 1, offset - 1) != b"\n":
-            lines, offset = b"\n" + lines, offset + 1
+        size = offset = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            lines, offset = b"\n" + lines, size + 1
         rest = memoryview(lines)
-        while rest:
-            rest = rest[os.write(file, rest) :]
+        try:
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        except OSError:
+            with suppress(OSError):  # nobody counts the lines that have been written
+                os.ftruncate(file, size)
+            raise
     finally:
         os.close(file)
     return offset

@@ -1,5 +1,6 @@
 """The folder of kept groups: its size, and what kills leave in it."""
 
+import errno
 import hashlib
 import json
 import os
@@ -154,6 +155,28 @@ def test_a_line_is_whole_where_the_system_writes_it_in_parts(tmp_path: Path, mon
             add(files, 1)
     assert len(index_of(tmp_path)) == 2
     require_whole(tmp_path)
+
+
+def test_a_full_disk_leaves_no_group_that_nobody_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is full in the middle of the index: groups that are written together are dropped together."""
+    files, write = EpisodeFiles(tmp_path, last_step=1, max_bytes=1e9), os.write
+    add(files, 1, pictures=(picture(1),))
+    three = [described(files, 2, pictures=(picture(number),)) for number in (2, 3, 4)]
+
+    def fill(file: int, data: memoryview) -> int:
+        if b'"offset"' not in bytes(data):
+            return write(file, data)
+        if bytes(data).count(b"\n") < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: len(data) // 2])
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", fill)
+        with pytest.raises(OSError, match="No space left"):
+            files.add(2, three)
+    assert [entry["step"] for entry in index_of(tmp_path)] == [1]
+    add(files, 3, pictures=(picture(2),))
+    assert [entry["step"] for entry in index_of(tmp_path)] == [1, 3]
 
 
 def test_a_line_that_a_full_disk_cut_off_takes_no_other_along(tmp_path: Path) -> None:
