@@ -69,11 +69,18 @@ def _require_own_code(recipe: Recipe) -> None:
     for key, path in paths.items():
         module, colon, _ = path.partition(":")
         package = module.partition(".")[0]
-        if colon and package and importlib.util.find_spec(package) is None:
+        if colon and package and not _is_found(package):
             raise SetupError(
                 f"worker.{key} = {path!r}: the Python package {package!r} is not found there; install it, put its "
                 "folder on PYTHONPATH before `ray start`, or submit the run with `ray job submit --working-dir`"
             )
+
+
+def _is_found(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # `__main__`
+        return False
 
 
 def _check_engine(recipe: Recipe, say: Callable[[str], object]) -> None:

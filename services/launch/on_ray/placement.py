@@ -217,7 +217,7 @@ def describe_weight_files(hosts: Sequence[Host], recipe: Recipe, *, has_gpus: bo
     blind = [
         host.address
         for host in allowed(hosts, "rollout")
-        if host.num_gpus >= needed and not (host.sees_run_folder or host.is_launchers)
+        if host.num_cpus and host.num_gpus >= needed and not (host.sees_run_folder or host.is_launchers)
     ]
     if blind:
         yield (

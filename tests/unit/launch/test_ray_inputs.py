@@ -86,6 +86,10 @@ def test_code_of_the_recipe_s_own_that_is_not_found_is_named(
     assert reasons["worker"].startswith(
         f"worker.{kind}.mine.{key} = 'mine_of_a_person.inner:Name': the Python package 'mine_of_a_person' is not found"
     )
+    worker = {kind: {"mine": {key: "__main__:Name"}}}  # which has no place in a process of its own
+    reasons, _ = checked(tmp_path, "worker", model=model, worker=worker)
+    assert "the Python package '__main__' is not found there" in reasons["worker"]
+    worker = {kind: {"mine": {key: "mine_of_a_person.inner:Name"}}}
     (tmp_path / "mine_of_a_person").mkdir()
     (tmp_path / "mine_of_a_person/__init__.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)

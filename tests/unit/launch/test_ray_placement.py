@@ -188,7 +188,8 @@ def test_engines_that_cannot_read_weight_files_are_named() -> None:
         "trainer.weight_sync.transport = 'disk': engines on far do not see the run folder, and get a broadcast instead "
         "of weight files"
     ]
-    assert said([*hosts[:2], hosts[3]], disk) == said(hosts) == []
+    idle = host("idle", 8, num_cpus=0, sees_run_folder=False)  # a head node of a cluster that runs nothing there
+    assert said([*hosts[:2], hosts[3], idle], disk) == said(hosts) == []
     assert said(hosts, disk, "--trainer.weight_sync.files_dir=/shared") == []
 
 
