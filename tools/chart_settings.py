@@ -11,7 +11,7 @@ from penstock.config.reference import Section
 
 _CHOSEN: Final = "<name>"
 """In a section's key, the part that a person chooses."""
-_PART: Final = "[A-Za-z0-9_-]+"
+_PART: Final = "[^.=]+"
 
 
 def settings_schema(sections: Sequence[Section]) -> dict[str, Any]:

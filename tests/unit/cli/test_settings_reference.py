@@ -137,6 +137,8 @@ def test_the_chart_s_lists_of_settings_take_every_setting_and_no_other() -> None
         "worker.environments.mine=m:C",
         "data.sources={}",
         "reward.verifiers.a-b=f:g",
+        "trainer.optimizer.learning_rates.*bias=0",
+        "worker.environments.mine/2.class=m:C",
     ]
     for given in [*(name.replace("<name>", "mine") for name in (*names, *whole)), *chosen]:
         assert validator.is_valid([given]), given
