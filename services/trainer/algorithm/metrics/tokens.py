@@ -65,7 +65,7 @@ def token_stats(
         "ratio_min": loss.ratio_N.min(),
         "ratio_max": loss.ratio_N.max(),
         "ratio_ess": _effective_share(loss.ratio_N, counts_N),
-        "kl_anchor": -weighted_mean(loss.ratio_N.log(), counts_N),
+        "kl_anchor": 0.0 - weighted_mean(loss.ratio_N.log(), counts_N),
         "policy_loss": loss.policy,
     }
     metrics |= _of_axes(loss, config, counts_N)
