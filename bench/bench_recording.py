@@ -45,6 +45,8 @@ def measure(process: subprocess.Popen[bytes], folder: Path, turns: Turns, *, war
     """
 
     def add(row: StepRow) -> None:
+        if turns.is_over:  # steps that were begun before the run was told to end
+            return
         if row["step"] > warm_up:
             turns.add_step(row["elapsed_s"])
         if turns.is_over:
