@@ -97,7 +97,7 @@ def _report_costs(costs: Mapping[str, Costs], *, tokens_per_group: float) -> Non
         [
             (
                 *(f"{needs.engines:,}", f"{needs.groups_per_s:.1f}", f"{needs.tokens_per_s:,.0f}"),
-                *(needs.num_routers, needs.num_workers, f"{needs.trainer_cores:.0%}"),
+                *(needs.num_routers or "none is enough", needs.num_workers, f"{needs.trainer_cores:.0%}"),
                 *(f"{needs.nats_cores:.2f}", f"{needs.verdict_cores:.2f}"),
             )
             for needs in (needs_of(engines, costs, tokens_per_group=tokens_per_group) for engines in ENGINES_OF_RUNS)
@@ -105,7 +105,8 @@ def _report_costs(costs: Mapping[str, Costs], *, tokens_per_group: float) -> Non
     )
     for name, cores in ((ROUTER, PLANNED_SHARE), (TRAINER, 1.0)):
         most = most_engines(costs[name], tokens_per_group=tokens_per_group, cores=cores)
-        sys.stdout.write(f"one {name} carries {most:,} such engines with {cores:.0%} of its core\n")
+        if most is not None:
+            sys.stdout.write(f"one {name} carries {most:,} such engines with {cores:.0%} of its core\n")
 
 
 def costs(measured: Sequence[Measured]) -> dict[str, Costs]:

@@ -25,7 +25,8 @@ class Needs:
     engines: int
     groups_per_s: float
     tokens_per_s: float
-    num_routers: int
+    num_routers: int | None
+    """None: no number is enough, for the leases alone take more than a router's planned share of its core."""
     num_workers: int
     trainer_cores: float
     nats_cores: float
@@ -39,21 +40,16 @@ def needs_of(engines: int, costs: Mapping[str, Costs], *, tokens_per_group: floa
         engines: Engines of one GPU each.
         costs: Of "router", "workers", "trainer" and "nats-server".
         tokens_per_group: All tokens of a group's samples.
-
-    Raises:
-        ValueError: a router's leases alone take more than its planned share of a core.
     """
     tokens_per_s = engines * ENGINE_TOKENS_PER_S
     rate = tokens_per_s / tokens_per_group
     # Each router follows the lease of every engine.
     room = PLANNED_SHARE - engines * costs["router"].replica_cores
-    if room <= 0.0:
-        raise ValueError(f"a router that follows {engines:,} leases has no room for a group")
     return Needs(
         engines=engines,
         groups_per_s=rate,
         tokens_per_s=tokens_per_s,
-        num_routers=math.ceil(rate * costs["router"].group_s / room),
+        num_routers=math.ceil(rate * costs["router"].group_s / room) if room > 0.0 else None,
         num_workers=math.ceil(rate * costs["workers"].group_s / PLANNED_SHARE),
         trainer_cores=_cores(costs["trainer"], rate, engines),
         nats_cores=_cores(costs["nats-server"], rate, engines),
@@ -61,16 +57,10 @@ def needs_of(engines: int, costs: Mapping[str, Costs], *, tokens_per_group: floa
     )
 
 
-def most_engines(cost: Costs, *, tokens_per_group: float, cores: float) -> int:
-    """Return how many engines a process carries with this many cores of its own; 0 if it carries none.
-
-    Raises:
-        ValueError: an engine costs nothing.
-    """
+def most_engines(cost: Costs, *, tokens_per_group: float, cores: float) -> int | None:
+    """Return how many engines a process carries with this many cores of its own; None if an engine costs nothing."""
     one = _cores(cost, ENGINE_TOKENS_PER_S / tokens_per_group, 1)
-    if one == 0.0:
-        raise ValueError("an engine costs nothing")
-    return math.floor(cores / one)
+    return math.floor(cores / one) if one else None
 
 
 def _cores(cost: Costs, groups_per_s: float, engines: int) -> float:
