@@ -24,7 +24,7 @@ _REFRESH_S = 0.2
 """Maximum seconds between calls of the listeners: leases end, and circuit breakers open, without an event."""
 _REFRESH_SHARE = 0.05
 """Share of the router's time for refreshing, without what it takes to give slots to calls. A look at all leases takes a
-millisecond for each 500, and 500 are renewed 300 times a second."""
+millisecond for each 500, and those of 500 that all take calls change 300 times a second."""
 
 
 class Pool:

@@ -41,8 +41,8 @@ log = structlog.get_logger()
 
 _CATCH_UP_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.1
-"""Seconds between looks at the leases. In a large pool they are renewed hundreds of times a second, and each look reads
-all of them."""
+"""Seconds between looks at the leases. In a large pool they change hundreds of times a second, and each look reads all
+of them."""
 
 
 @dataclass(frozen=True, slots=True)
