@@ -79,6 +79,8 @@ class GatedCheckpoints:
     write_s: float | None = None
     moments: list[int] = field(default_factory=list)
     """The version of each checkpoint."""
+    waited_for: list[bool] = field(default_factory=list)
+    """Of each checkpoint, whether somebody waits to change the weights."""
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Of each moment, by its version."""
     on_disk: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,6 +95,7 @@ class GatedCheckpoints:
     async def write(self, moment: SimpleNamespace, *, on_copied: Callable[[], None] | None) -> None:
         """Wait for the test."""
         self.moments.append(moment.version)
+        self.waited_for.append(on_copied is not None)
         if self.copies and on_copied is not None:
             on_copied()
         await promptly(self.on_disk.wait())

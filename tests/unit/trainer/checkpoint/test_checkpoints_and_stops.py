@@ -47,7 +47,7 @@ async def test_a_checkpoint_that_is_copied_holds_up_nothing_but_the_next(tmp_pat
         checkpoints.on_disk.set()
         while checkpoints.saved_version != 3:
             await asyncio.sleep(0)
-        assert checkpoints.moments == [2, 3]
+        assert (checkpoints.moments, checkpoints.waited_for) == ([2, 3], [True, True])
         run.stop.set()
         await promptly(run.task)
 
@@ -183,7 +183,8 @@ async def test_a_wrong_row_of_an_evaluation_ends_the_run_after_a_checkpoint(tmp_
 
 
 async def test_data_that_only_a_whole_batch_shows_to_be_wrong_cost_their_step(tmp_path: Path) -> None:
-    """Such as an advantage of a person's own that is no number; the steps before are kept."""
+    """Such as an advantage of a person's own that is no number; the steps before are kept. Nobody waits to change the
+    weights of this last checkpoint."""
     async with running(tmp_path, checkpoint_every=99) as run:
         for first, problem in ((0, None), (4, DataError("advantages must be finite numbers"))):
             run.finish(*range(first, first + 4))
@@ -194,4 +195,4 @@ async def test_data_that_only_a_whole_batch_shows_to_be_wrong_cost_their_step(tm
         assert await run.backend.next_call() == "abort_step"
         run.checkpoints.on_disk.set()
         assert await failure_of(run) == "advantages must be finite numbers"
-        assert run.checkpoints.moments == [2]
+        assert (run.checkpoints.moments, run.checkpoints.waited_for) == ([2], [False])
