@@ -31,9 +31,8 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     num_engines = rollout.replicas + rollout.prefill + rollout.decode
     settings: dict[str, object] = {}
 
-    usual = {"rollout.gpu_memory_fraction": USUAL_FRACTION}
     if gpus.count > 1 and rollout.gpu_memory_fraction != USUAL_FRACTION:  # with more a push may have no room
-        settings = settings | usual
+        settings = settings | {"rollout.gpu_memory_fraction": USUAL_FRACTION}
         yield settings
     if not trainer.gradient_checkpointing:
         settings = settings | {"trainer.gradient_checkpointing": True}
