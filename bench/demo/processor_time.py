@@ -6,11 +6,13 @@ from the cost of colder caches. Threads that have ended are in their process's `
 
 import collections
 from pathlib import Path
+from typing import Final
 
 import psutil
 
 _KIND_OF_SERVICE = {"rollout": "engine: gRPC server and tokenizer manager"}
-_KIND_OF_CHILDREN = {"rollout": "engine: SGLang's scheduler and detokenizer"}
+SCHEDULERS: Final = "engine: SGLang's scheduler and detokenizer"
+_KIND_OF_CHILDREN = {"rollout": SCHEDULERS}
 _MAIN, _OTHER = "{} (event loop)", "{} (other threads)"
 _THREADED = ("trainer",)
 """Services whose event loop's thread is counted separately from the rest, which compute."""

@@ -1,8 +1,9 @@
 """Compares steps of one run with something on and off in turns. Pure.
 
 Steps of two runs differ by more than what recording costs, even if both run at once: by the order in which the system
-serves them, and by what else the machine does. Neighbouring steps of one run share all that. In each pair of turns
-chance says which comes first, so that a run that becomes faster or slower favours neither.
+serves them, and by what else the machine does. Neighbouring steps of one run share most of that. In each pair of turns
+chance says which comes first, so that a run that becomes faster or slower favours neither. What still differs inside of
+a pair shows in processes that the switch does not reach: they are a control variate.
 """
 
 import collections
@@ -131,17 +132,37 @@ class Estimate:
         return self.mean <= bar
 
 
-def compare(turns: Sequence[Turn], value: Callable[[Turn], float], *, is_relative: bool) -> Estimate:
+def compare(
+    turns: Sequence[Turn],
+    value: Callable[[Turn], float],
+    *,
+    is_relative: bool,
+    control: Callable[[Turn], float] | None = None,
+) -> Estimate:
     """Estimate how much more `value` is in turns that are on than in those that are off, by pairs of neighbours.
 
     Args:
         turns: Two for each pair.
         value: What is compared.
         is_relative: Whether the difference is a share of the value in all turns that are off.
+        control: What follows the same conditions as `value`, and is not changed by what is on. The estimate is that of
+            a pair whose control is equal (a control variate: least squares over the pairs, at least three).
     """
     pairs = [sorted(pair, key=lambda turn: turn.is_on) for pair in list(pairwise(turns))[::2]]
-    found = Estimate.of([value(on) - value(off) for off, on in pairs])
+    differences = [value(on) - value(off) for off, on in pairs]
+    if control is None:
+        found = Estimate.of(differences)
+    else:
+        found = _at_zero([control(on) - control(off) for off, on in pairs], differences)
     if not is_relative:
         return found
     whole = statistics.mean(value(off) for off, _ in pairs)
     return replace(found, mean=found.mean / whole, error=found.error / whole)
+
+
+def _at_zero(x: Sequence[float], y: Sequence[float]) -> Estimate:
+    """Estimate the mean of `y` where `x` is 0, if a straight line leads there; the error is the intercept's."""
+    line, num, mean_x = statistics.linear_regression(x, y), len(x), statistics.mean(x)
+    variance = sum((b - line.intercept - line.slope * a) ** 2 for a, b in zip(x, y, strict=True)) / (num - 2)
+    spread = sum((a - mean_x) ** 2 for a in x)
+    return Estimate(mean=line.intercept, error=math.sqrt(variance * (1 / num + mean_x**2 / spread)), num=num)
