@@ -154,8 +154,7 @@ class WeightPublisher:
             await self.replicas.changed(_CATCH_UP_EVERY_S, since=known)
             known = self.replicas.num_changes
             async with self._lock:
-                await self._pool.forget_the_dead()
-                self._selector.forget_the_dead(self._pool.live)
+                self._selector.forget_the_dead(await self._pool.forget_the_dead())
                 if self._hold_out is not None:
                     await self._keep_held_out(self._hold_out)
                 fresh = [member for member in self._lagging() if member not in self.failed_replicas]

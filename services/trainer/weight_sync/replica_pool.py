@@ -1,7 +1,7 @@
 """The live replicas as a push sees them: leases, connections, versions held, and failures."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -48,21 +48,16 @@ class ReplicaPool:
     @property
     def num_loaded(self) -> int:
         """Number of replicas with a lease that have finished loading."""
-        return len(self._members(lambda replica: replica.state != common_pb2.REPLICA_STATE_STARTING))
-
-    @property
-    def live(self) -> set[Member]:
-        """All replicas with a lease."""
-        return set(self._members(lambda _: True))
+        return sum(one.state != common_pb2.REPLICA_STATE_STARTING for one in self._listed())
 
     def pushable(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
         """Return the replicas that can take a push and are `wanted`, in the order of their turns."""
-        return self._members(lambda replica: replica.state in _PUSHABLE and wanted(replica))
+        able = (one for one in self._listed() if one.state in _PUSHABLE and wanted(one))
+        return [member_of(one) for one in in_turn(able)]
 
     def sound(self) -> list[common_pb2.Replica]:
         """Return the replicas that can take a push and did not fail in their last one."""
-        replicas = self._leases.read(self.replicas.values).values()
-        return [one for one in replicas if one.state in _PUSHABLE and member_of(one) not in self.failed]
+        return [one for one in self._listed() if one.state in _PUSHABLE and member_of(one) not in self.failed]
 
     async def ask(
         self, members: tuple[Member, ...], *, lagging_behind: int | None
@@ -102,13 +97,18 @@ class ReplicaPool:
         log.error(event, version=version, replica_id=member.replica_id, reason=str(error), retry_after_s=wait_s)
         await self._disconnect(member)
 
-    async def forget_the_dead(self) -> None:
-        """Close the connections to replicas whose lease is gone, and forget their versions and failures."""
-        live = self.live
+    async def forget_the_dead(self) -> set[Member]:
+        """Close the connections to replicas whose lease is gone, and forget their versions and failures.
+
+        Returns:
+            The replicas with a lease.
+        """
+        live = {member_of(one) for one in self._listed()}
         for member in self._connections.keys() - live:
             await self._disconnect(member)
         self.failed.keep_only(live)
         self.versions = {member: version for member, version in self.versions.items() if member in live}
+        return live
 
     def stub(self, member: Member) -> Stub:
         """Return the connection to `member`."""
@@ -122,9 +122,9 @@ class ReplicaPool:
         for member in tuple(self._connections):
             await self._disconnect(member)
 
-    def _members(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
-        replicas = self._leases.read(self.replicas.values).values()
-        return [member_of(one) for one in in_turn(filter(wanted, replicas))]
+    def _listed(self) -> Collection[common_pb2.Replica]:
+        """Return the replicas with a lease."""
+        return self._leases.read(self.replicas.values).values()
 
     async def _disconnect(self, member: Member) -> None:
         if member in self._connections:
