@@ -1,17 +1,23 @@
 """`penstock train` with the real services, but for the engines: mistakes, Ctrl-C, and a launcher that is killed."""
 
 import contextlib
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 SERVICES = ("nats", "reward", "router", "trainer", "worker-0")
@@ -20,7 +26,14 @@ SERVICES = ("nats", "reward", "router", "trainer", "worker-0")
 class TrainCommand:
     """A `penstock train` without engines: its trainer waits for them for ever."""
 
-    def __init__(self, model: Path, runs: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        runs: Path,
+        *arguments: str,
+        stdout: int = subprocess.PIPE,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         recipe = runs / "recipe.toml"
         recipe.write_text(f'[run]\nname = "t"\ndir = "{runs}"\n[model]\npath = "{model}"\n[rollout]\nreplicas = 0\n')
         self.runs = runs
@@ -28,10 +41,11 @@ class TrainCommand:
         self.process = subprocess.Popen(
             [PENSTOCK, "train", recipe, *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, **environment},
         )
 
     def wait_until_up(self) -> None:
@@ -68,8 +82,8 @@ def train(tiny_model_path: Path, tmp_path: Path) -> Iterator[Callable[..., Train
     """Start `penstock train`; what a failing test leaves of it is killed."""
     commands: list[TrainCommand] = []
 
-    def start(*arguments: str) -> TrainCommand:
-        commands.append(TrainCommand(tiny_model_path, tmp_path, *arguments))
+    def start(*arguments: str, **more: Any) -> TrainCommand:
+        commands.append(TrainCommand(tiny_model_path, tmp_path, *arguments, **more))
         return commands[-1]
 
     yield start
@@ -87,6 +101,52 @@ def test_port_in_use(train: Callable[..., TrainCommand], tmp_path: Path) -> None
     assert err.startswith(f"error: reward.port: cannot listen on 127.0.0.1:{port}: ")
     assert len(err.splitlines()) == 1
     assert [path.name for path in tmp_path.rglob("*") if path.name in ("config.toml", "logs")] == []
+
+
+def test_the_run_is_shown_until_it_ends(train: Callable[..., TrainCommand], tmp_path: Path) -> None:
+    """`--view` on a terminal with a display: its address is printed, and a browser opened with one of its own."""
+    opened = tmp_path / "opened"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}.part && mv {opened}.part {opened}\n')
+    browser.chmod(0o755)
+    terminal, inside = os.openpty()
+    environment = {"DISPLAY": ":0", "BROWSER": f"{browser} %s &", "PENSTOCK_TOKEN": ""}
+    command = train("--view", stdout=inside, environment=environment)
+    os.close(inside)
+    with _reading(terminal) as shown:
+        wait_until(lambda: opened.exists() or command.process.poll() is not None, timeout_s=180.0)
+        wait_until(lambda: b"\n" in shown)
+        [printed] = re.findall(r"view +(http://127\.0\.0\.1:\d+/\?token=\S+)", shown.decode())
+        assert opened.read_text().strip() != printed  # other users of the machine see a program's arguments
+        for address in (printed, opened.read_text().strip()):
+            with httpx.Client(follow_redirects=True, timeout=HANG_S) as client:
+                assert "<title>Penstock</title>" in client.get(address).text
+                [run] = client.get(httpx.URL(address).join("/api/runs")).json()
+            assert run["folder"] == str(next(tmp_path.glob("t-*")))
+            assert run["is_running"]
+        command.process.send_signal(signal.SIGINT)
+        assert command.process.wait(180.0) == 130
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(printed, timeout=HANG_S)
+
+
+@contextlib.contextmanager
+def _reading(terminal: int) -> Iterator[bytearray]:
+    """Read what a process writes to a terminal, which has room for little, until the process has ended."""
+    shown = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # nobody has it open any longer
+            while data := os.read(terminal, 65536):
+                shown.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield shown
+    finally:
+        reader.join(HANG_S)
+        os.close(terminal)
 
 
 @pytest.mark.slow
