@@ -1,6 +1,7 @@
 """`penstock serve environments`: a real process, and workers that play at it."""
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.support.worker.hosted_episodes import HERE, make_task, play_on, text_
 from tests.support.worker.prompts import count, make_prompt, publish, until_done, working
 from tests.support.worker.scripted_episodes import END, ScriptedPolicy, make_player, play
 
+TOKEN_OF_RUN = "5f0c6f7a3f0b4f6d9d0e0a1b2c3d4e5f"
 ECHO = f"--worker.environments.Echo={HERE}:Echo"
 
 
@@ -92,6 +94,39 @@ async def test_a_server_records_each_call_of_an_environment(bus: Bus, nats_url: 
     }
     assert [about.get("turn") for *_, about in found] == [None, 0, 1]
     assert [bool(about.get("error")) for *_, about in found] == [False, False, True]
+
+
+async def test_a_server_shows_prometheus_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the token of the run, under its name in the run's folder: calls by route and by how they ended, and room."""
+    monkeypatch.setenv("PENSTOCK_ENVIRONMENT_TOKEN", TOKEN)
+    monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN_OF_RUN)
+    folder = tmp_path / "mine-1"
+    folder.mkdir()
+    settings = ("--metrics.port=0", f"--run.folder={folder}", "--name=env-0", "--environment_server.max_episodes=7")
+    with environment_server(ECHO, *settings) as server:
+        tables = WorkerConfig(environments={"Echo": {"url": server.url}}).environments
+        async with EnvironmentRegistry(tables) as registry:
+            environment = registry.find("Echo")()
+            await environment.reset(make_task())
+            await environment.step(turn("grade 3"))
+            with pytest.raises(EnvironmentFailedError):
+                await environment.step(turn("grade fail"))
+            await environment.close()
+        [target] = json.loads((tmp_path / "prometheus" / "mine-1.env-0.json").read_text())
+        [address] = target["targets"]
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=HANG_S) as http:
+            assert (await http.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 401
+            page = (await http.get("/metrics", headers={"Authorization": f"Bearer {TOKEN_OF_RUN}"})).text
+    assert target["labels"] == {"service": "environments", "instance": "env-0", "run": "mine-1", "__scheme__": "http"}
+    shown = {name: float(value) for name, value in re.findall(r"^([^# ]\S*) (\S+)$", page, re.MULTILINE)}
+    route = 'route="/v1/episodes/{episode_id}"'
+    assert shown[f'penstock_http_requests_total{{{route},status="200"}}'] >= 3
+    assert shown[f"penstock_http_request_seconds_count{{{route}}}"] >= 3
+    assert shown['penstock_environment_calls_total{outcome="answered"}'] == 2
+    assert shown['penstock_environment_calls_total{outcome="failed"}'] == 1
+    assert shown["penstock_environment_call_seconds_count"] == 3
+    assert (shown["penstock_environment_episodes"], shown["penstock_environment_max_episodes"]) == (0, 7)
+    assert 'penstock_process_info{name="env-0",run="run",service="environments"' in page
 
 
 async def test_an_environment_that_leaves_its_program_ends_its_own_sample() -> None:

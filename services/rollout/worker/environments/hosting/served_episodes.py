@@ -13,13 +13,14 @@ from typing import Any
 
 import structlog
 from fastapi import HTTPException
+from prometheus_client.core import Metric
 
 from penstock.environments import Environment, Task
 from penstock.errors import EnvironmentFailedError, InvalidRequestError, NotReadyError, OverloadedError, PenstockError
 from penstock.records import Verdict
 from penstock.runtime.process import others_code
 from penstock.telemetry import spans
-from services.rollout.worker.environments.hosting import messages
+from services.rollout.worker.environments.hosting import messages, metrics
 from services.rollout.worker.environments.hosting.messages import (
     AnyReply,
     AnyRequest,
@@ -139,10 +140,15 @@ class _Episode:
             self._about["environment"] = request.environment
         else:
             turn, self._num_steps = self._num_steps, self._num_steps + 1
-        with spans.recorded("environment.call", turn=turn, **self._about) as about:
-            reply = await self._call_environment(request)
-            if isinstance(reply, FailedReply):
-                about["error"] = reply.error
+        began, outcome = time.monotonic(), "cut"
+        try:
+            with spans.recorded("environment.call", turn=turn, **self._about) as about:
+                reply = await self._call_environment(request)
+                outcome = "answered"
+                if isinstance(reply, FailedReply):
+                    about["error"], outcome = reply.error, "failed"
+        finally:
+            metrics.count_call(time.monotonic() - began, outcome)
         return reply
 
     async def _call_environment(self, request: AnyRequest) -> AnyReply:
@@ -251,6 +257,10 @@ class ServedEpisodes:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._none_lives.wait()
+
+    async def read(self) -> list[Metric]:
+        """Return how full the server is."""
+        return metrics.room(len(self._episodes), self._max_episodes)
 
     async def close(self) -> None:
         """End all episodes."""

@@ -19,6 +19,7 @@ from penstock.http.app import make_app
 from penstock.http.body_parsing import parse_body
 from penstock.http.server import HttpServer
 from penstock.runtime.security import ENVIRONMENT_TOKEN, Security, read_secret
+from penstock.telemetry import metrics
 from penstock.telemetry.serving import serving_metrics
 from services.rollout.worker.environments.config import EnvironmentServerConfig, EnvironmentServerSettings
 from services.rollout.worker.environments.hosting import messages
@@ -81,7 +82,8 @@ async def serving_environments(
     await server.start()
     expiring = asyncio.create_task(episodes.expire())
     try:
-        yield server
+        with metrics.exposed(episodes.read):
+            yield server
     finally:
         ends_at = time.monotonic() + grace_s
         await episodes.drain(grace_s)
