@@ -130,12 +130,13 @@ test-browser: setup ## Use `penstock view` in a real Chromium; needs the package
 	$(UV) pip install --quiet --python $(BIN)/python --target .clients/playwright --requirement tests/browser/playwright.txt
 	@PYTHONPATH=.clients/playwright $(BIN)/pytest tests/browser/run_*.py -p no:randomly $(ARGS)
 
-# Prometheus and Alertmanager are Debian's.
-test-observability: setup ## Test alerts and dashboards on a real Prometheus that scrapes a run; needs the packages prometheus and prometheus-alertmanager.
-	@for name in prometheus promtool amtool; do \
+# Prometheus and Alertmanager are Debian's. Of Grafana, which Debian does not have, only its schema is fetched.
+test-observability: setup ## Test alerts and dashboards on a real Prometheus and Alertmanager; needs the packages prometheus and prometheus-alertmanager.
+	@for name in prometheus promtool prometheus-alertmanager amtool; do \
 		command -v $$name > /dev/null || { echo "$$name is missing: apt-get install prometheus prometheus-alertmanager"; exit 1; }; \
 	done
-	@$(BIN)/pytest tests/observability/run_prometheus.py -p no:randomly $(ARGS)
+	$(UV) pip install --quiet --python $(BIN)/python --target .clients/grafana --requirement tests/observability/grafana.txt
+	@PYTHONPATH=.clients/grafana $(BIN)/pytest tests/observability/run_*.py -p no:randomly $(ARGS)
 
 # In a folder of its own: the lock has no Ray.
 RAY = $(UV) pip install --quiet --python $(BIN)/python --target .clients/ray --constraints requirements.lock --requirement tests/on_ray/ray.txt

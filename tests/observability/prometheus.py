@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,9 +15,9 @@ import httpx
 import yaml
 
 from penstock.runtime.ports import free_ports
+from tests.observability.servers import DEPLOY, ROOT, running
 
-ROOT = Path(__file__).resolve().parents[2]
-ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+ALERTS = DEPLOY / "prometheus" / "alerts.yml"
 PAGE = ROOT / "docs" / "operation" / "prometheus.md"
 
 
@@ -33,7 +32,6 @@ class Prometheus:
     """A running server."""
 
     url: str
-    log: Path
 
     async def get(self, path: str, **parameters: str) -> Any:
         """Return the data of an answer of its API."""
@@ -42,10 +40,14 @@ class Prometheus:
         assert answer["status"] == "success", answer
         return answer["data"]
 
+    async def series(self, query: str) -> list[tuple[dict[str, str], float]]:
+        """Return the finite values of a query, each after its labels."""
+        found = [(each["metric"], float(each["value"][1])) for each in (await self.get("query", query=query))["result"]]
+        return [(labels, value) for labels, value in found if math.isfinite(value)]
+
     async def values(self, query: str) -> list[float]:
         """Return the finite values of a query."""
-        found = [float(each["value"][1]) for each in (await self.get("query", query=query))["result"]]
-        return [value for value in found if math.isfinite(value)]
+        return [value for _, value in await self.series(query)]
 
     async def firing(self) -> set[str]:
         """Return the names of the alerts that fire."""
@@ -63,9 +65,18 @@ class Prometheus:
         return fired
 
 
+def alerting(alertmanager: str) -> dict[str, Any]:
+    """Return where the compose stack's Prometheus sends alerts, with another address."""
+    found: dict[str, Any] = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["alerting"]
+    (servers,) = found["alertmanagers"]
+    assert servers["static_configs"] == [{"targets": ["alertmanager:9093"]}]
+    servers["static_configs"] = [{"targets": [alertmanager]}]
+    return found
+
+
 @contextmanager
-def scraping(runs: Path, token: str) -> Iterator[Prometheus]:
-    """Run a Prometheus that scrapes all runs below `runs` every two seconds."""
+def scraping(runs: Path, token: str, *, alertmanager: str) -> Iterator[Prometheus]:
+    """Run a Prometheus that scrapes all runs below `runs` every two seconds, and sends alerts to `alertmanager`."""
     with tempfile.TemporaryDirectory(prefix="prometheus-") as name:
         folder = Path(name)
         config = shown_configuration()
@@ -76,29 +87,10 @@ def scraping(runs: Path, token: str) -> Iterator[Prometheus]:
         job["authorization"]["credentials_file"] = str(folder / "token")
         job["scrape_interval"] = "2s"
         config |= {"rule_files": [str(ALERTS)], "global": {"evaluation_interval": "2s"}}
+        config["alerting"] = alerting(alertmanager)
         (folder / "prometheus.yml").write_text(json.dumps(config))
         [port] = free_ports(1)
-        log = folder / "log"
+        url = f"http://127.0.0.1:{port}"
         command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-        with log.open("wb") as sink:
-            process = subprocess.Popen(
-                [*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=sink, stderr=subprocess.STDOUT
-            )
-        try:
-            _wait_until_ready(f"http://127.0.0.1:{port}", process, log)
-            yield Prometheus(f"http://127.0.0.1:{port}", log)
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-def _wait_until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    for _ in range(300):
-        assert process.poll() is None, log.read_text()
-        try:
-            if httpx.get(f"{url}/-/ready").status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.1)
-    raise AssertionError(log.read_text())
+        with running([*command, f"--web.listen-address=127.0.0.1:{port}"], url=url, log=folder / "log"):
+            yield Prometheus(url)

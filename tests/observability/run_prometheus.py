@@ -23,7 +23,9 @@ from penstock.config import load
 from penstock.runtime.security import Security
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.recipe import Recipe
-from tests.observability.prometheus import ALERTS, ROOT, Prometheus, scraping
+from tests.observability.alertmanager import Alertmanager, notifying
+from tests.observability.prometheus import ALERTS, Prometheus, scraping
+from tests.observability.servers import ROOT
 from tests.support.waiting import HANG_S
 
 pytestmark = [
@@ -40,10 +42,11 @@ DATA_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A run and the Prometheus that scrapes it."""
+    """A run, the Prometheus that scrapes it, and the Alertmanager that this tells."""
 
     run: TrainProcess
     prometheus: Prometheus
+    alertmanager: Alertmanager
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +63,11 @@ async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ob
     arguments = (f"--{key}={value}" for key, value in overrides.items())
     with (
         started(tmp_path, str(RECIPE), *arguments, environment={"PENSTOCK_TOKEN": TOKEN}) as run,
-        scraping(run.runs, TOKEN) as prometheus,
+        notifying() as alertmanager,
+        scraping(run.runs, TOKEN, alertmanager=alertmanager.address) as prometheus,
     ):
         await asyncio.to_thread(run.wait_for_step, STEPS_FOR_DATA)
-        yield Observed(run, prometheus)
+        yield Observed(run, prometheus, alertmanager)
 
 
 def rules() -> list[dict[str, Any]]:
@@ -71,12 +75,13 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
-def panels() -> Iterator[tuple[str, str]]:
-    """Each query of each panel, with its dashboard and title."""
+def queries() -> Iterator[tuple[str, str, set[str]]]:
+    """Each query of each panel, after its dashboard and title, and the labels in its legend."""
     for file in sorted(DASHBOARDS.glob("*.json")):
         for panel in json.loads(file.read_text())["panels"]:
             for target in panel.get("targets", ()):
-                yield f"{file.stem}: {panel['title']}", target["expr"]
+                legend = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+                yield f"{file.stem}: {panel['title']}: {target['expr']}", target["expr"], legend
 
 
 def named(expression: str) -> set[str]:
@@ -123,17 +128,30 @@ async def test_every_process_is_found_and_scraped(observed: Observed) -> None:
 
 
 async def test_every_query_of_every_panel_has_data(observed: Observed) -> None:
-    """An empty panel is a metric that was renamed, or a label that is not there."""
-    queries = {f"{title}: {query}": query for title, query in panels()}
-    assert len(queries) > 50
+    """An empty panel is a metric that was renamed, or a label that is not there; so is a line without its name."""
+    missing = {name: (query, legend) for name, query, legend in queries()}
+    assert len(missing) > 50
+    nameless = set[str]()
     deadline = time.monotonic() + DATA_TIMEOUT_S
-    while queries and time.monotonic() < deadline:
-        for name, query in list(queries.items()):
+    while missing and time.monotonic() < deadline:
+        for name, (query, legend) in list(missing.items()):
             filled = query.replace("$__rate_interval", "20s").replace('run=~"$run"', 'run=~".*"')
-            if await observed.prometheus.values(filled):
-                del queries[name]
+            if found := await observed.prometheus.series(filled):
+                del missing[name]
+                nameless |= {name for labels, _ in found if not legend <= labels.keys()}
         await asyncio.sleep(2.0)
-    assert sorted(queries) == []
+    assert (sorted(missing), sorted(nameless)) == ([], [])
+
+
+async def test_the_reader_can_choose_the_run(observed: Observed) -> None:
+    """The dashboards' list of runs asks for the values of a label."""
+    for file in DASHBOARDS.glob("*.json"):
+        variables = {each["name"]: each for each in json.loads(file.read_text())["templating"]["list"]}
+        asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variables["run"]["query"])
+        assert asked is not None
+        assert await observed.prometheus.get(f"label/{asked[2]}/values", **{"match[]": asked[1]}) == [
+            observed.run.folder.name
+        ]
 
 
 async def test_every_rule_is_evaluated_over_metrics_that_exist(observed: Observed) -> None:
@@ -156,7 +174,7 @@ async def test_a_run_without_faults_raises_no_alert(observed: Observed) -> None:
 
 
 async def test_alerts_fire_for_real_faults(observed: Observed) -> None:
-    """A worker and both engines freeze, the reward service is killed twice, a message cannot be read."""
+    """A worker and engines freeze, the reward service is killed twice, a message cannot be read; people are told."""
     run, prometheus = observed.run, observed.prometheus
     live = load(Recipe, [run.folder / "live.toml"])
     await asyncio.to_thread(run.kill, "reward")
@@ -179,8 +197,11 @@ async def test_alerts_fire_for_real_faults(observed: Observed) -> None:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)
     print(f"seconds until they fired: {fired}")  # noqa: T201 - for whoever runs it with -s
+    await observed.alertmanager.until_told(set(fired), "firing", timeout_s=HANG_S)
     step = run.rows()[-1]["step"]
     await asyncio.to_thread(run.wait_for_step, step + 3)
+    over = {"PenstockProcessDown", "PenstockNoReplica", "PenstockStepStuck"}
     async with asyncio.timeout(120):
-        while {"PenstockProcessDown", "PenstockNoReplica", "PenstockStepStuck"} & await prometheus.firing():
+        while over & await prometheus.firing():
             await asyncio.sleep(1.0)
+    await observed.alertmanager.until_told(over, "resolved", timeout_s=HANG_S)

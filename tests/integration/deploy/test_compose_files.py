@@ -286,26 +286,6 @@ def test_prometheus_finds_every_service_of_the_stack() -> None:
         assert {f"--metrics.port={job['port']}", "--network.host=0.0.0.0"} <= set(json.loads(command)), name
 
 
-def test_grafana_finds_its_dashboards_and_their_source() -> None:
-    """The provisioned folder is mounted, and the panels use the datasource that the reader chooses."""
-    grafana = read(OBSERVABILITY)["services"]["grafana"]
-    mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
-    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
-    provider = read(DEPLOY / "grafana" / "provisioning" / "dashboards" / "penstock.yml")["providers"][0]
-    assert mounts["./grafana/dashboards"] == provider["options"]["path"]
-    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    assert (DEPLOY / "grafana" / "dashboards" / Path(home).name).is_file()
-    uids = set()
-    for file in (DEPLOY / "grafana" / "dashboards").glob("*.json"):
-        dashboard = json.loads(file.read_text())
-        uids.add(dashboard["uid"])
-        assert {variable["name"] for variable in dashboard["templating"]["list"]} == {"datasource", "run"}
-        assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
-        for panel in dashboard["panels"]:
-            assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
-    assert len(uids) == 2
-
-
 MODEL = {"path": ROOT / "models" / "tiny-qwen3-vl"}
 
 
