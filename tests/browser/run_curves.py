@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from playwright.async_api import Locator, Page, expect
 
 from tests.browser.pages import num_clicks
@@ -154,6 +155,31 @@ async def test_curves_and_ages_of_tokens_are_read_by_keys(page: Page) -> None:
     for key in ("Home", "ArrowRight"):
         await page.keyboard.press(key)
     await expect(page.locator("main")).to_contain_text("step 2: 60.1% of age 0, 39.9% of age 1")
+
+
+async def test_curves_are_zoomed_without_a_mouse(page: Page) -> None:
+    """By keys around the step that they point at; by buttons, as on a phone, around the one that was picked."""
+    whole = await _shown(page, "step")
+    curve = page.get_by_role("slider", name="Gradient norm")
+    await curve.focus()
+    for key in ("Home", *"++++"):
+        await page.keyboard.press(key)
+    ((low, high),) = await _shown(page, "step")
+    assert (low, high) == (1, pytest.approx(1 + 29 * 0.8**4))
+    await page.keyboard.press("End")
+    assert "step 30, " in (await curve.get_attribute("aria-valuetext") or "")
+    ((low, high),) = await _shown(page, "step")
+    assert (low, high) == (pytest.approx(30 - 29 * 0.8**4), 30)
+    for key in "-----":
+        await page.keyboard.press(key)
+    assert await _shown(page, "step") == whole
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_text("step 30", exact=True)).to_be_visible()
+    await page.get_by_role("button", name="zoom in").click()
+    ((low, high),) = await _shown(page, "step")
+    assert (low, high) == (pytest.approx(30 - 29 * 0.8**3), 30)
+    await page.get_by_role("button", name="show all").click()
+    assert await _shown(page, "step") == whole
 
 
 async def test_a_page_goes_on_with_its_run_after_a_click_on_a_curve(page: Page, runs: list[Path]) -> None:

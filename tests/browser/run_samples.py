@@ -1,5 +1,6 @@
 """Samples, groups and what was evaluated, read in a real Chromium."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -7,7 +8,7 @@ from statistics import median
 from urllib.parse import urlencode
 
 import pytest
-from playwright.async_api import Browser, Locator, Page, expect
+from playwright.async_api import Browser, Locator, Page, Route, expect
 
 from services.trainer.telemetry.episodes.files import EpisodeFiles
 from tests.browser.pages import LONGEST_CLICKS, SCRIPT, num_clicks, opened, served
@@ -47,7 +48,7 @@ async def test_a_large_picture_is_read_in_its_natural_size(page: Page) -> None:
     await picture.click()
     assert await _size(picture) == (1600, 2400)
     await page.mouse.wheel(0, 900)
-    await page.wait_for_function("document.getElementById('zoom').scrollTop > 0")
+    await page.wait_for_function("() => document.getElementById('zoom').scrollTop > 0")
     await page.keyboard.press("Enter")
     assert max(await _size(picture)) < 800
     await page.keyboard.press("Escape")
@@ -103,7 +104,7 @@ async def test_the_token_that_differs_most_is_three_clicks_away(page: Page) -> N
     await page.get_by_role("link", name="largest difference to the engine").click()
     await expect(page.locator("a.card").first).to_contain_text("step 30")
     await page.locator("a.card").first.click()
-    await expect(page.locator(".tokens .chosen")).to_have_count(1)
+    await expect(page.locator(".tokens .chosen")).to_be_in_viewport()
     await expect(page.locator(".hover")).to_contain_text("difference 3.00e-5")
     assert await num_clicks(page) <= LONGEST_CLICKS
     await page.locator(".tokens").focus()
@@ -244,6 +245,25 @@ async def test_a_page_begins_at_its_top(page: Page) -> None:
     await page.locator("a.card").last.click()
     await expect(page.locator("h1")).to_have_text("Group")
     assert await page.evaluate("scrollY") == 0
+
+
+async def test_a_picture_that_comes_late_moves_nothing(page: Page) -> None:
+    """Its place is kept: the token that was chosen stays where it is."""
+    await page.set_viewport_size({"width": 1280, "height": 1600})  # without scrolling, for which browsers make up
+    may_answer = asyncio.Event()
+
+    async def answer_late(route: Route) -> None:
+        await may_answer.wait()
+        await route.fulfill(body=png(600, 300), content_type="image/png")
+
+    await page.route("**/images/*", answer_late)
+    await page.goto(page.url.split("#")[0] + "#group?run=0&n=29&at=difference")
+    token = page.locator(".tokens .chosen")
+    await expect(token).to_be_in_viewport()
+    before = await token.bounding_box()
+    may_answer.set()
+    await page.wait_for_function("() => document.querySelector('.pictures img').naturalWidth === 600")
+    assert await token.bounding_box() == before
 
 
 async def test_a_token_that_is_chosen_is_not_covered(page: Page, runs: list[Path]) -> None:

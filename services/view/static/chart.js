@@ -4,7 +4,7 @@ import uPlot from "./vendor/uPlot.mjs";
 import { ink } from "./colours.js";
 import { h } from "./dom.js";
 import { number, tickLabel } from "./format.js";
-import { placeAfter } from "./keys.js";
+import { placeAfter, zoomFactor } from "./keys.js";
 
 const HEIGHT = 190;
 const MOST_TICKS = 60; // more would be a bar
@@ -45,7 +45,7 @@ export function chart(title, x, series, { xLabel = "step", marks = [], low, note
   if (zoomed.has(xLabel)) plot.setScale("x", zoomed.get(xLabel));
   const act = pick && (() => { if (plot.cursor.idx !== null) pick(x[plot.cursor.idx]); });
   if (act) onClick(plot.over, act);
-  onKeys(plot, title, act);
+  onKeys(plot, title, xLabel, act);
   requestAnimationFrame(() => { isDrawn = true; });
   const resize = () => plot.setSize({ width: Math.max(200, box.clientWidth - 18), height: HEIGHT });
   const observer = new ResizeObserver(resize);
@@ -88,6 +88,39 @@ function zoomAll(plot, label, x) {
   }
 }
 
+// Shows all charts over `xLabel` nearer or farther, with `middle` in the middle: by default what is there.
+export function zoomBy(xLabel, factor, middle) {
+  const { min, max } = rangeOf(xLabel);
+  show(xLabel, middle ?? (min + max) / 2, (max - min) * factor);
+}
+
+// What the charts over `xLabel` show: from min to max; all of it is from first to last, in steps of about `step`.
+function rangeOf(xLabel) {
+  const all = plotsOver(xLabel).map((plot) => plot.data[0]);
+  const [first, last] = [Math.min(...all.map((x) => x[0])), Math.max(...all.map((x) => x.at(-1)))];
+  const step = (last - first) / Math.max(1, ...all.map((x) => x.length - 1));
+  return { first, last, step, min: first, max: last, ...zoomed.get(xLabel) };
+}
+
+const plotsOver = (xLabel) => shown.filter((each) => each.box.isConnected && each.xLabel === xLabel).map(({ plot }) => plot);
+
+function show(xLabel, middle, length) {
+  const { first, last, step } = rangeOf(xLabel);
+  const range = rangeAround(middle, Math.max(length, 2 * step), first, last);
+  if (range) zoomed.set(xLabel, range);
+  else zoomed.delete(xLabel);
+  for (const plot of plotsOver(xLabel)) { // at once, since the cursor is placed by it; the same data show all of it
+    plot.batch(() => (range ? plot.setScale("x", range) : plot.setData(plot.data)));
+  }
+}
+
+// The range of this length around `middle` that lies between first and last; null if it has all of that.
+export function rangeAround(middle, length, first, last) {
+  if (!(length < last - first)) return null;
+  const min = Math.max(first, Math.min(middle - length / 2, last - length));
+  return { min, max: min + length };
+}
+
 // A click, not the end of a drag.
 function onClick(element, act) {
   let pressed = null;
@@ -95,18 +128,22 @@ function onClick(element, act) {
   element.addEventListener("click", (event) => { if (Math.abs(event.clientX - pressed) < 3) act(); });
 }
 
-// The keys point as the mouse does, and Enter is a click, if there is anything to do then.
-function onKeys(plot, title, act) {
+// The keys point as the mouse does and zoom, and Enter is a click, if there is anything to do then.
+function onKeys(plot, title, xLabel, act) {
   const { over, data: [x] } = plot;
   const say = (attributes) => Object.entries(attributes).forEach(([name, value]) => over.setAttribute(`aria-${name}`, value));
   over.tabIndex = 0;
   over.setAttribute("role", "slider");
-  say({ label: `${title}; arrow keys, Home and End point${act ? ", Enter is a click" : ""}`, valuemin: x[0], valuemax: x.at(-1), valuenow: x.at(-1) });
+  say({ label: `${title}; arrow keys, Home and End point, + and - zoom${act ? ", Enter is a click" : ""}`, valuemin: x[0], valuemax: x.at(-1), valuenow: x.at(-1) });
   over.addEventListener("keydown", (event) => {
     if (event.key === "Enter") act?.();
-    const next = placeAfter(event.key, plot.cursor.idx, ...plot.series[0].idxs);
+    const factor = zoomFactor(event.key);
+    const next = factor ? plot.cursor.idx ?? null : placeAfter(event.key, plot.cursor.idx ?? null, 0, x.length - 1);
+    if (factor) zoomBy(xLabel, factor, x[next]);
     if (next === null) return;
     event.preventDefault();
+    const { min, max } = plot.scales.x;
+    if (x[next] < min || x[next] > max) show(xLabel, x[next], max - min);
     plot.setCursor({ left: Math.max(0, plot.valToPos(x[next], "x")), top: HEIGHT / 2 }, true, true);
     const place = plot.cursor.idx; // null where the range that is shown has no value
     if (place !== null) say({ valuenow: x[place], valuetext: spoken(plot.series, plot.data, place) });

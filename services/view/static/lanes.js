@@ -4,6 +4,7 @@ import { canvas } from "./canvas.js";
 import { ink } from "./colours.js";
 import { h } from "./dom.js";
 import { seconds } from "./format.js";
+import { FARTHER, NEARER, zoomFactor } from "./keys.js";
 
 const LEFT = 130; // pixels of the lanes' names
 const ROW = 9;
@@ -12,8 +13,6 @@ const AXIS = 22;
 const TALL = 216; // pixels of a lane, from which its rows are thinner
 const STRIPE = 4; // pixels from one stripe of a failed bar to the next
 const SHORTEST_S = 1e-3; // shown at least; seconds since 1970 have no digits for much less
-const NEARER = 0.8; // what a zoom makes of the time that is shown
-const FARTHER = 1.25;
 
 let held = null; // {key, low, high, chosen} of the plot that was drawn last, once somebody has zoomed, moved or chosen
 let noted = null; // the note of the plot that was drawn last, which says what the bar is that was pointed at
@@ -130,7 +129,7 @@ export function lanePlot(context, key, lanes) {
   view.surface.tabIndex = 0;
   view.surface.onkeydown = (event) => {
     if (event.key === "Enter") open(chosen);
-    const factor = { "+": NEARER, "=": NEARER, "-": FARTHER }[event.key];
+    const factor = zoomFactor(event.key);
     if (factor) zoomHere(factor);
     const next = neighbour(lanes, chosen, event.key);
     if (!next) return;

@@ -274,6 +274,18 @@ def test_keys_go_through_what_is_shown(scripts: ViewScripts, key: str, places: d
     assert found == places
 
 
+@pytest.mark.parametrize(
+    ("middle", "length", "expected"),
+    [(50, 20, (40, 60)), (5, 20, (1, 21)), (99, 20, (80, 100)), (50, 99, None), (50, 120, None)],
+)
+def test_a_zoom_shows_nothing_beyond_the_run(
+    scripts: ViewScripts, middle: float, length: float, expected: tuple[float, float] | None
+) -> None:
+    """At its ends what is shown is not around the middle; at the whole length it is all."""
+    found = scripts.call("chart.js", "rangeAround", middle, length, 1, 100)
+    assert found == (expected and dict(zip(("min", "max"), expected, strict=True)))
+
+
 def test_a_chart_reads_out_what_its_legend_shows(scripts: ViewScripts) -> None:
     """The step and each curve; values of single steps behind a smooth curve are left out."""
     series = [{"label": "step"}, {"label": "loss, each", "class": "thin"}, {"label": "loss"}, {"label": "entropy"}]

@@ -1,10 +1,11 @@
 // Curves of one or several runs over steps or time.
 
 import { get } from "../api.js";
-import { chart, everyNth } from "../chart.js";
+import { chart, everyNth, zoomBy } from "../chart.js";
 import { SERIES } from "../colours.js";
 import { empty, h, select } from "../dom.js";
 import { smooth } from "../format.js";
+import { FARTHER, NEARER } from "../keys.js";
 import { isSupervised } from "../training.js";
 
 const PANELS = [
@@ -49,13 +50,17 @@ export default {
       if (row) pickStep(row.step);
     };
     if (picked?.run === context.run) pickStep(picked.step);
+    const zoom = (factor) => {
+      const row = picked?.run === context.run && context.steps[context.run].rows.find(({ step }) => step === picked.step);
+      zoomBy(labelOf(axis), factor, row ? place(row) : undefined);
+    };
     const panels = extra ? [[extra, [extra], {}], ...PANELS] : PANELS;
     const runs = chosen.map((number, order) => ({ name: context.runs[number].name, rows: context.steps[number].rows, evaluations: evaluations[order] }));
     const marks = marksOf(runs, axis);
     const shown = panels.map(([title, names, options]) => options.evaluations
       ? evaluationPanel(title, runs, pickStep)
       : panel(title, names, { ...options, pick }, runs, marks, axis, weight)).filter(Boolean);
-    return [tools(context, axis, weight, extra, chosen, aboutMarks(runs), links), h("div", { class: "charts" }, shown)];
+    return [tools(context, axis, weight, extra, chosen, aboutMarks(runs), links, zoom), h("div", { class: "charts" }, shown)];
   },
 };
 
@@ -72,7 +77,9 @@ function chosenRuns(context) {
   return [...new Set([context.run, ...others])];
 }
 
-function tools(context, axis, weight, extra, chosen, about, links) {
+const labelOf = (axis) => (axis === "time" ? "hours" : "step");
+
+function tools(context, axis, weight, extra, chosen, about, links, zoom) {
   const names = [...new Set(chosen.flatMap((number) => Object.keys(context.steps[number].rows.at(-1) ?? {})))].sort();
   const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight,
     onchange: () => context.go({ smooth: slider.value }) });
@@ -83,12 +90,14 @@ function tools(context, axis, weight, extra, chosen, about, links) {
     } });
     return h("label", {}, box, ` ${run.name}`);
   });
+  const button = (text, factor) => h("button", { type: "button", onclick: () => zoom(factor) }, text);
   return h("div", { class: "tools" },
     select("Over", axis, [["step", "steps"], ["time", "hours of training"]], (x) => context.go({ x })),
     h("label", {}, "Smoothing ", slider),
     select("Also", extra, [["", "–"], ...names.map((name) => [name, name])], (metric) => context.go({ metric })),
     compare.length ? h("span", {}, "Compare: ", compare) : null,
-    h("span", { class: "faint" }, `Drag to zoom, double-click to see all. Keys: arrows, Home, End, Enter. ${about}`), links);
+    h("span", {}, button("zoom in", NEARER ** 3), " ", button("zoom out", FARTHER ** 3), " ", button("show all", Infinity)),
+    h("span", { class: "faint" }, `Drag to zoom, double-click to see all. Keys: arrows, Home, End, Enter, + and −. ${about}`), links);
 }
 
 function panel(title, names, options, runs, marks, axis, weight) {
@@ -102,7 +111,7 @@ function panel(title, names, options, runs, marks, axis, weight) {
   if (!sets.length) return null;
   const { x, series } = metrics(sets, axis, weight);
   const ofSets = marks.filter(({ row }) => sets.some((each) => each.row === row));
-  return chart(title, x, series, { ...options, xLabel: axis === "time" ? "hours" : "step", marks: ofSets, note: names.length === 1 ? names[0] : "" });
+  return chart(title, x, series, { ...options, xLabel: labelOf(axis), marks: ofSets, note: names.length === 1 ? names[0] : "" });
 }
 
 const colourOf = (order) => SERIES[order % SERIES.length];
