@@ -6,6 +6,7 @@ from typing import Any
 
 import structlog
 
+from penstock.telemetry.json_lines import append_lines
 from penstock.telemetry.spans import SpanBuffer
 
 log = structlog.get_logger()
@@ -31,7 +32,6 @@ class ProcessTrace:
     def _append(self, line: bytes) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
-                file.write(line)
+            append_lines(self._path, line)
         except OSError as error:
             log.debug("spans.not_kept", reason=str(error))

@@ -10,13 +10,12 @@ it (docs/adr/0017); otherwise the loop publishes nothing before `evaluate` has r
 
 import asyncio
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
@@ -24,7 +23,7 @@ from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore
 from penstock.errors import MissingImageError, UnavailableError
 from penstock.records import Group, GroupId
-from penstock.runtime.files import write_atomically
+from penstock.telemetry.json_lines import JsonLinesFollower, append_lines
 from services.trainer.evaluation.config import EvaluationConfig
 from services.trainer.evaluation.evaluation import Evaluation, OnGroup
 from services.trainer.evaluation.holding import Interrupted, ReplicaHolding, find_interrupted, folder_of
@@ -35,6 +34,7 @@ from services.trainer.evaluation.samples_page import write_page
 from services.trainer.evaluation.sets import EvaluationSet
 from services.trainer.evaluation.summary import Summary, summarize
 from services.trainer.telemetry.episodes.log import EpisodeLog, EvaluatedRow
+from services.trainer.telemetry.metrics_log import keep_steps
 from services.trainer.telemetry.prometheus import EVALUATION_SCORE
 from services.trainer.telemetry.trackers import Trackers
 from services.trainer.weight_sync.held_out.hold_out import HoldOut
@@ -42,7 +42,6 @@ from services.trainer.weight_sync.held_out.hold_out import HoldOut
 log = structlog.get_logger()
 
 EVALUATIONS_FILE: Final = "evaluations.jsonl"
-DISCARDED_FILE: Final = "evaluations-discarded.jsonl"
 
 
 class Evaluator:
@@ -241,7 +240,7 @@ class Evaluator:
             title = f"Evaluation of step {step}, policy version {version}"
             await asyncio.to_thread(write_page, folder, title, self._sets, outcomes)
             summaries = await asyncio.to_thread(self._summaries, outcomes)  # seconds for many samples a prompt
-            self._report(step, version, elapsed_s, summaries, hold_out)
+            await self._report(step, version, elapsed_s, summaries, hold_out)
         finally:
             self._playing = None  # only after the report: until then the step would be due again
         if hold_out is not None:
@@ -290,7 +289,7 @@ class Evaluator:
         await self._current.fail(group_id, reason)
         return True
 
-    def _report(
+    async def _report(
         self,
         step: int,
         version: int,
@@ -305,10 +304,8 @@ class Evaluator:
             "num_held_out_replicas": 0 if hold_out is None else len(hold_out.replica_ids),
             "sets": {name: each.as_json() for name, each in summaries.items()},
         }
-        with (self._folder / EVALUATIONS_FILE).open("a") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        line = (json.dumps(row) + "\n").encode()
+        await asyncio.to_thread(append_lines, self._folder / EVALUATIONS_FILE, line, is_synced=True)
         self._done.add(step)
         for name, each in summaries.items():
             if each.score is not None:
@@ -338,23 +335,7 @@ def _values(name: str, summary: Summary) -> Iterator[tuple[str, float]]:
 
 
 def _keep_until(folder: Path, step: int) -> set[int]:
-    """Move the lines of later steps to a separate file, and return the steps of the others. Blocking."""
+    """Move the lines of later steps to a separate file, and return the steps of the others. Blocks."""
     path = folder / EVALUATIONS_FILE
-    text = path.read_text() if path.exists() else ""
-    lines = text.splitlines()
-    steps = [_step_of(line) for line in lines]
-    kept = [line for line, each in zip(lines, steps, strict=True) if each is not None and each <= step]
-    kept_text = "".join(f"{line}\n" for line in kept)
-    if kept_text != text:  # a crash may have cut off only the last newline
-        with (folder / DISCARDED_FILE).open("a") as discarded:
-            discarded.writelines(f"{line}\n" for line in lines if line not in kept)
-        write_atomically(path, kept_text)
-    return {each for each in steps if each is not None and each <= step}
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        found: Any = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return None  # a crash truncated the line
-    return found if isinstance(found, int) else None
+    keep_steps(path, last_step=step)
+    return {row["step"] for row in JsonLinesFollower(path).poll()}

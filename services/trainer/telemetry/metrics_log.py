@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.files import write_atomically
-from penstock.telemetry.json_lines import JsonLinesFollower, every_field, read_object
+from penstock.telemetry.json_lines import JsonLinesFollower, append_lines, every_field, read_object
 
 EXACT = frozenset({"loss", "grad_norm"})
 """Metrics that a replay must reproduce bit for bit."""
@@ -55,7 +55,7 @@ class MetricsLog:
             self.write(dict(self.restored))
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one step."""
+        """Append one step. Blocks."""
         stamp = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "trainer_start": self._trainer_start,
@@ -63,8 +63,7 @@ class MetricsLog:
             "elapsed_s": round(time.monotonic() - self._started, 3),
         }
         logged = {key: as_logged(key, value) for key, value in row.items()}
-        with self._path.open("a") as file:
-            file.write(json.dumps(logged | stamp) + "\n")
+        append_lines(self._path, (json.dumps(logged | stamp) + "\n").encode())
 
     def note_progress(self) -> None:
         """Note that the next row is being computed: viewers take the time of the file for that."""
@@ -96,8 +95,8 @@ def keep_steps(path: Path, *, last_step: int) -> None:
     lines = [line for line in text.split("\n") if line]  # not at other ends of lines, which strings may hold
     is_kept = [_step_of(read_object(line)) <= last_step for line in lines]
     if not all(is_kept):
-        with path.with_name(f"{path.stem}-discarded.jsonl").open("a") as discarded:
-            discarded.writelines(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if not kept)
+        discarded = "".join(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if not kept)
+        append_lines(path.with_name(f"{path.stem}-discarded.jsonl"), discarded.encode())
     if not (all(is_kept) and text[-1:] in ("", "\n")):
         write_atomically(path, "".join(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if kept))
 

@@ -8,7 +8,6 @@ files are deleted. No fault in it ends the run.
 import asyncio
 import json
 import math
-import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -22,6 +21,7 @@ from penstock.bus.span_stream import SEND_EVERY_S, SpanReader, StoredBatch
 from penstock.errors import PenstockError
 from penstock.runtime.process import end_task
 from penstock.telemetry import spans
+from penstock.telemetry.json_lines import append_lines
 
 log = structlog.get_logger()
 
@@ -76,14 +76,7 @@ class SpanFiles:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._folder / f"spans-{time.time_ns() // 1_000_000:013d}.jsonl"
             self._make_room()
-        size = self._size()
-        try:
-            with self._path.open("ab") as file:
-                file.write(b"".join(lines))
-        except OSError:
-            with suppress(OSError):
-                os.truncate(self._path, size)  # the next line would be lost with a part of one
-            raise
+        append_lines(self._path, b"".join(lines))
 
     def _size(self) -> int:
         assert self._path is not None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.telemetry import spans
+from penstock.telemetry.json_lines import append_lines
 from services.trainer.telemetry.metrics_log import keep_steps
 
 FILE = "trace/trainer.jsonl"
@@ -26,7 +27,7 @@ class TrainerTrace:
         keep_steps(self._path, last_step=last_step)
 
     def write(self, step: int, parts: Sequence[tuple[str, float, float]]) -> None:
-        """Append a step.
+        """Append a step. Blocks.
 
         Args:
             step: Its number.
@@ -38,5 +39,4 @@ class TrainerTrace:
         ]
         buffer = spans.buffer()
         about = {} if buffer is None else {"start": buffer.start}
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **about, "spans": written}) + "\n")
+        append_lines(self._path, (json.dumps({"step": step, **about, "spans": written}) + "\n").encode())

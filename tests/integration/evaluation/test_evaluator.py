@@ -167,17 +167,19 @@ async def test_rows_that_are_given_up_are_kept_with_the_reason(bus: Bus, tmp_pat
     ]
 
 
+@pytest.mark.parametrize("writing", ["write_page", "append_lines"])
 async def test_an_evaluation_is_not_due_while_its_answers_are_written_down(
-    bus: Bus, tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, writing: str
 ) -> None:
-    """All is played and nothing is reported yet: a loop that asks in this moment must not take it for a stopped one."""
+    """All is played and nothing is reported yet: a loop that asks in this moment must not take it for a stopped one,
+    and a disk that hangs does not keep it from asking."""
     is_writing, may_write = threading.Event(), threading.Event()
 
-    def write_slowly(*_: object) -> None:
+    def write_slowly(*_: object, **__: object) -> None:
         is_writing.set()
-        may_write.wait(HANG_S)
+        assert may_write.wait(HANG_S)
 
-    monkeypatch.setattr("services.trainer.evaluation.evaluator.write_page", write_slowly)
+    monkeypatch.setattr(f"services.trainer.evaluation.evaluator.{writing}", write_slowly)
     evaluator = await open_evaluator(bus, tmp_path, epoch="a", logged=[])
     evaluating = asyncio.create_task(evaluator.evaluate(4, 7, has_received_all=is_complete, on_held_out=None))
     for prompt in await take_prompts(bus):

@@ -8,9 +8,10 @@ import pytest
 
 from services.recipe import Recipe
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
-from services.trainer.evaluation.evaluator import DISCARDED_FILE, EVALUATIONS_FILE, Evaluator
+from services.trainer.evaluation.evaluator import EVALUATIONS_FILE, Evaluator
 
 NOBODY: Any = None
+DISCARDED_FILE = "evaluations-discarded.jsonl"
 
 
 async def evaluator(folder: Path, *, step: int = 0, is_resumed: bool = True, **settings: Any) -> Evaluator:
@@ -57,6 +58,17 @@ async def test_a_resumed_run_keeps_what_is_of_its_own_weights(tmp_path: Path) ->
     assert [step for step in range(11) if found.is_due(step)] == [6, 8, 10]
     assert (tmp_path / EVALUATIONS_FILE).read_text().splitlines() == lines[:2]
     assert (tmp_path / DISCARDED_FILE).read_text().splitlines() == [lines[2], '{"step": 8, "se']
+
+
+async def test_a_run_goes_on_behind_a_line_that_was_cut_at_any_byte(tmp_path: Path) -> None:
+    """Evaluations whose lines are whole are kept, and no other line of the file is left."""
+    path, whole = tmp_path / EVALUATIONS_FILE, b'{"step": 2}\n{"step": 4}\n'
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        found = await evaluator(tmp_path, step=6, every=2)
+        kept = [step for step in (2, 4) if not found.is_due(step)]
+        assert kept == [2, 4][: (whole[:cut] + b"\n").count(b"}\n")]
+        assert path.read_text() == "".join(f'{{"step": {step}}}\n' for step in kept)
 
 
 async def test_a_line_that_lost_only_its_newline_is_kept_and_ended(tmp_path: Path) -> None:

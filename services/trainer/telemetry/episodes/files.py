@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.runtime.files import write_atomically
+from penstock.telemetry.json_lines import append_lines
 from services.trainer.telemetry.metrics_log import keep_steps
 
 INDEX: Final = "index.jsonl"
@@ -120,7 +121,7 @@ class EpisodeFiles:
             OSError: the disk is full; the index has none of them.
         """
         name = _file_name(step)
-        offset = _append(os.path.join(self._folder, name), b"".join(group.whole for group in groups))
+        offset = append_lines(os.path.join(self._folder, name), b"".join(group.whole for group in groups))
         self._count(step, sum(len(group.whole) for group in groups))
         entries = bytearray()
         for group in groups:
@@ -134,7 +135,7 @@ class EpisodeFiles:
             entries += group.short[:-1] + b"," + _encoder.encode(place)[1:] + b"\n"
             offset += len(group.whole)
             self._next_number += 1
-        _append(self._index, entries)
+        append_lines(self._index, entries)
         self._count(step, len(entries), {image for group in groups for image in group.image_files})
         if self._num_bytes > self._max_bytes:
             self._make_room(newest=step)
@@ -205,26 +206,6 @@ class EpisodeFiles:
             self._users[name] -= 1
             if not self._users[name]:
                 del self._users[name]
-
-
-def _append(path: str | Path, lines: bytes | bytearray) -> int:
-    """Append lines, and return their offset. What a killed writer cut off becomes a line of its own."""
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)  # a file object costs three times as much
-    try:
-        size = offset = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":
-            lines, offset = b"\n" + lines, size + 1
-        rest = memoryview(lines)
-        try:
-            while rest:
-                rest = rest[os.write(file, rest) :]
-        except OSError:
-            with suppress(OSError):  # nobody counts the lines that have been written
-                os.ftruncate(file, size)
-            raise
-    finally:
-        os.close(file)
-    return offset
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, _Line]]:

@@ -115,3 +115,15 @@ def test_a_line_that_ends_within_a_character_is_moved_away(tmp_path: Path) -> No
     (tmp_path / "metrics.jsonl").write_bytes('{"step": 1}\n{"step": 2, "text": "é'.encode()[:-1])
     MetricsLog(tmp_path, last_step=5).write({"step": 2})
     assert [row["step"] for row in MetricsLog(tmp_path, last_step=5).rows()] == [1, 2]
+
+
+def test_what_is_moved_away_is_whole_however_often_a_trainer_dies_of_it(tmp_path: Path) -> None:
+    """Killed while it moves lines, at any byte: the next one moves them again, and none joins half of another."""
+    kept, moved = '{"step": 1}\n', '{"step": 2}\n{"step": 3}\n'
+    discarded = tmp_path / "metrics-discarded.jsonl"
+    for cut in range(len(moved) + 1):
+        (tmp_path / "metrics.jsonl").write_text(kept + moved)
+        discarded.write_text(moved[:cut])
+        MetricsLog(tmp_path, last_step=1)
+        assert {*moved.splitlines()} <= {*discarded.read_text().splitlines()}
+        assert (tmp_path / "metrics.jsonl").read_text() == kept
