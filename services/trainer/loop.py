@@ -388,8 +388,8 @@ class TrainingLoop:
             | seconds
         )
         row |= field_names(row)
-        self.metrics.write(row)
-        self.trace.write(row["step"], [*clock.spans, push])
+        await asyncio.to_thread(self.metrics.write, row)
+        await asyncio.to_thread(self.trace.write, row["step"], [*clock.spans, push])
         self.trackers.log(row)
         self.on_step(row)
 

@@ -108,7 +108,7 @@ class SftLoop:
                 self.num_samples += len(batch.sequences)
                 self.batches.learned(batch)
                 metrics |= {"data_wait_s": data_wait_s, "num_passed_over_samples": float(batch.num_passed_over)}
-                self._report(metrics, step_s=time.monotonic() - started)
+                await self._report(metrics, step_s=time.monotonic() - started)
                 if self.step % self.checkpoint_every == 0:
                     await asyncio.to_thread(self._save)
                 await self._validate(stop)
@@ -121,7 +121,7 @@ class SftLoop:
         is_measured = self.validation is None or not self._is_validation_due()
         self.observer.ended(is_complete=self.step >= self.num_steps and is_measured)
 
-    def _report(self, metrics: Row, *, step_s: float) -> None:
+    async def _report(self, metrics: Row, *, step_s: float) -> None:
         row = {
             "step": self.step,
             "num_steps": self.num_steps,
@@ -131,7 +131,7 @@ class SftLoop:
             "step_s": step_s,
         }
         row |= field_names(row)
-        self.metrics.write(row)
+        await asyncio.to_thread(self.metrics.write, row)
         self.trackers.log(row)
         self.observer.trained(row)
 
@@ -143,7 +143,7 @@ class SftLoop:
         if found is None:
             return
         row = {"step": self.step, **found}
-        self.validations.write(row)
+        await asyncio.to_thread(self.validations.write, row)
         self.trackers.log(row)
         self.observer.validated(row)
 

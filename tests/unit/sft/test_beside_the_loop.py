@@ -1,4 +1,4 @@
-"""What supervised training does after its last step."""
+"""What supervised training does beside its event loop."""
 
 import asyncio
 import threading
@@ -17,11 +17,11 @@ from services.trainer.telemetry.metrics_log import MetricsLog
 pytestmark = pytest.mark.leaves_behind("matplotlib keeps the fonts that a thread has used open", "descriptor")
 
 
-async def test_the_curves_are_drawn_beside_the_event_loop(
+async def test_metrics_are_written_and_drawn_beside_the_event_loop(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To read a hundred thousand steps takes half a minute, of which only what is drawn is kept."""
-    kept, rows = list[dict[str, Any]](), MetricsLog.rows
+    """A disk may hang. To read a hundred thousand steps takes half a minute, of which only what is drawn is kept."""
+    kept, rows, write = list[dict[str, Any]](), MetricsLog.rows, MetricsLog.write
 
     def read(log: MetricsLog, *keep: Callable[[str], bool]) -> list[dict[str, Any]]:
         assert threading.current_thread() is not threading.main_thread()
@@ -29,7 +29,12 @@ async def test_the_curves_are_drawn_beside_the_event_loop(
         kept.extend(found)
         return found
 
+    def write_beside(log: MetricsLog, row: dict[str, Any]) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        write(log, row)
+
     monkeypatch.setattr(MetricsLog, "rows", read)
+    monkeypatch.setattr(MetricsLog, "write", write_beside)
     recipe = {
         "model": {"path": tiny_model_path},
         "data": {"answer_format": r"\boxed{{answer}}"},
