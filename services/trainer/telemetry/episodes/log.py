@@ -1,7 +1,8 @@
 """Keeps the groups of a run beside training: those that a step trained, that were left out, or that were evaluated.
 
 Descriptions are made and written in a thread of their own. What waits for it is bounded; groups beyond the bound are
-counted and not kept. An error of the disk is logged once, counted, and never reaches the run.
+counted and not kept, and so are those that wait at the end and that the disk does not take in time. An error of the
+disk is logged once, counted, and never reaches the run.
 """
 
 import queue
@@ -143,6 +144,8 @@ class EpisodeLog:
         self._evaluated: dict[tuple[int, str, str], int] = {}  # groups by step, set and what is wrong with them
         self._waiting: queue.SimpleQueue[tuple[_Batch | _Kept, int] | None] = queue.SimpleQueue()
         self._num_waiting_tokens = 0
+        self._num_waiting_groups = 0
+        self._is_closed = False
         self._lock = threading.Lock()
         self._has_warned = False
         last_step = position.step if is_resumed else -1
@@ -219,17 +222,26 @@ class EpisodeLog:
         self._put(_Kept(group=group, images=images, fate=fate, trained={}, row=row), [group])
 
     def close(self) -> None:
-        """Write what waits, for a limited time. Blocks."""
+        """Write what waits, for a limited time; count the rest as dropped, as all groups that come later. Blocks."""
         self._waiting.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self.num_dropped += self._num_waiting_groups
+            num_dropped, num_unwritten = self.num_dropped, self._num_waiting_groups
+        if num_dropped:
+            log.warning("episodes.dropped", num_groups=num_dropped, num_unwritten_at_end=num_unwritten)
 
     def _put(self, job: _Batch | _Kept, groups: Sequence[Group]) -> None:
         num_tokens = _num_tokens(groups)
         with self._lock:
-            if self._num_waiting_tokens > _MAX_WAITING_TOKENS:
+            if self._is_closed or self._num_waiting_tokens > _MAX_WAITING_TOKENS:
                 self.num_dropped += len(groups)
                 return
             self._num_waiting_tokens += num_tokens
+            self._num_waiting_groups += len(groups)
         self._waiting.put((job, num_tokens))
 
     def _write_all(self) -> None:
@@ -248,6 +260,7 @@ class EpisodeLog:
                     self._drop([group for group, _ in portion], error)
             with self._lock:
                 self._num_waiting_tokens -= num_tokens
+                self._num_waiting_groups -= len(groups)
 
     def _drop(self, groups: Sequence[Group], error: Exception) -> None:
         with self._lock:

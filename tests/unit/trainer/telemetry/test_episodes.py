@@ -1,65 +1,22 @@
 """Episodes that are kept for people to read."""
 
 import base64
-import itertools
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import structlog
 
 from penstock.bus.image_store import hash_of
-from penstock.model.chat.chat_template import Renderer
-from penstock.records import Group, Message, TextPart
 from services.trainer.backend.base import StepTokens
-from services.trainer.batching.sequences import TrainGroup
-from services.trainer.data.rows.example import Example
-from services.trainer.position import Position
 from services.trainer.telemetry.episodes.choice import Candidate, choose
-from services.trainer.telemetry.episodes.config import EpisodesConfig
-from services.trainer.telemetry.episodes.description import describe_group
-from services.trainer.telemetry.episodes.log import EpisodeLog, EvaluatedRow, TrainedGroup
-from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
-
-MODEL = Path(__file__).parents[4] / "models" / "tiny-qwen3-vl"
-PICTURE = picture(0)
-
-
-class Rows:
-    """A data set whose every row shows the same picture."""
-
-    def row_at(self, position: int) -> tuple[str, int]:
-        """The row of the same number."""
-        return "", position
-
-    def __getitem__(self, position: int) -> Example:
-        """A problem."""
-        return Example(
-            messages=(Message(role="user", parts=(TextPart(text=f"problem {position}"),)),),
-            images=(PICTURE,),
-            golds=("3",),
-            profile="math",
-            environment="single_turn",
-        )
-
-
-def group(index: int, **changes: Any) -> TrainedGroup:
-    """A group of four samples with a picture; the last is not trained."""
-    played = make_group(
-        MODEL, index=index, images=[PICTURE], placeholders=[num_placeholders((96, 96))], **{"version": 3, **changes}
-    )
-    samples: Any = tuple(() for _ in played.samples[:3])
-    ready = TrainGroup(
-        index=index, attempt=0, oldest_version=3, samples=samples, rewards=(1.0, 0.0, 0.0), numbers=(0, 1, 2)
-    )
-    return TrainedGroup(played=played, ready=ready, images={sha: IMAGES[sha] for sha in played.images})
+from services.trainer.telemetry.episodes.log import EvaluatedRow, TrainedGroup
+from tests.support.trainer.episode_logs import MODEL, PICTURE, Rows, group, index_of, open_log, whole
+from tests.support.trainer.groups import make_group, num_placeholders, picture
 
 
 def computed(groups: list[TrainedGroup], *, differences: Callable[[int], float] = lambda number: 0.0) -> StepTokens:
@@ -82,26 +39,6 @@ def computed(groups: list[TrainedGroup], *, differences: Callable[[int], float] 
         trained_N=sample_N > 0,
         entropy_N=None,
     )
-
-
-def open_log(folder: Path, *, step: int = 0, is_resumed: bool = True, **config: Any) -> EpisodeLog:
-    """A log of a run at a step."""
-    position = Position(num_steps=10, step=step, version=step + 1)
-    rows: Any = Rows()
-    names = Renderer.load(MODEL).token_texts().names_of
-    return EpisodeLog(folder, EpisodesConfig(**config), position, dataset=rows, names=names, is_resumed=is_resumed)
-
-
-def index_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the index."""
-    return [json.loads(line) for line in (folder / "episodes" / "index.jsonl").read_text().splitlines()]
-
-
-def whole(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """What the index refers to."""
-    data = (folder / "episodes" / entry["file"]).read_bytes()[entry["offset"] :][: entry["size"]]
-    found: dict[str, Any] = json.loads(data)
-    return found
 
 
 def floats(text: str) -> list[float]:
@@ -315,41 +252,6 @@ def test_a_run_that_goes_on_keeps_what_its_checkpoint_has_seen(tmp_path: Path) -
     ]
 
 
-def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not kept is counted."""
-    log = open_log(tmp_path, keep="all")
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(log._files, "add", fail)
-    log.keep_trained(1, 1, [group(0), group(1)], None)
-    log.keep_left_out("failed", "no reason", group(2).played)
-    log.close()
-    assert log.num_dropped == 3
-
-
-def test_a_group_that_cannot_be_written_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It alone is counted and named; an error in choosing costs the batch, of which none is known to be kept."""
-    log = open_log(tmp_path, keep="all")
-
-    def fail(played: Group, *rest: Any, **more: Any) -> Any:
-        if played.id.index == 1:
-            raise RuntimeError("no such token")
-        return describe_group(played, *rest, **more)
-
-    monkeypatch.setattr("services.trainer.telemetry.episodes.log.describe_group", fail)
-    with structlog.testing.capture_logs() as events:
-        log.keep_trained(1, 1, [group(index) for index in range(4)], None)
-        tokens: Any = SimpleNamespace(sample_N=None)
-        log.keep_trained(2, 2, [group(4), group(5)], tokens)
-        log.keep_trained(3, 3, [group(6)], None)
-        log.close()
-    assert [entry["index"] for entry in index_of(tmp_path)] == [0, 2, 3, 6]
-    assert log.num_dropped == 1 + 2
-    assert [each["group"] for each in events] == [group(1).played.id.message]
-
-
 def test_the_groups_of_a_step_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ones: each of both files is opened once. Long ones go in portions, in their order."""
     log, opened, open_file = open_log(tmp_path, keep="all"), list[str](), os.open
@@ -369,34 +271,3 @@ def test_the_groups_of_a_step_are_written_together(tmp_path: Path, monkeypatch: 
     log.close()
     assert [entry["index"] for entry in index_of(tmp_path)] == [*range(7)]
     assert [whole(tmp_path, entry)["index"] for entry in index_of(tmp_path)] == [*range(7)]
-
-
-def test_a_portion_that_cannot_be_written_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its groups are counted, and no other."""
-    log = open_log(tmp_path, keep="all")
-    add, calls = log._files.add, itertools.count()
-
-    def fail_second(*args: Any) -> None:
-        if next(calls) == 1:
-            raise OSError(28, "No space left on device")
-        add(*args)
-
-    monkeypatch.setattr(log._files, "add", fail_second)
-    log.keep_trained(1, 1, [group(0), group(1)], None)
-    log.keep_trained(2, 2, [group(2), group(3), group(4)], None)
-    log.keep_trained(3, 3, [group(5)], None)
-    log.close()
-    assert [entry["index"] for entry in index_of(tmp_path)] == [0, 1, 5]
-    assert log.num_dropped == 3
-
-
-def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that hangs takes no more memory than a few batches, and the loop never waits for it."""
-    monkeypatch.setattr("services.trainer.telemetry.episodes.log._MAX_WAITING_TOKENS", 100)
-    log = open_log(tmp_path, keep="all")
-    with monkeypatch.context() as hanging:
-        hanging.setattr(log, "_waiting", SimpleNamespace(put=lambda job: None))
-        for index in range(50):
-            log.keep_left_out("stale", "old", group(index).played)
-    assert log.num_dropped > 30
-    log.close()
