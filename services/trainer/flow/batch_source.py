@@ -118,8 +118,7 @@ class BatchSource:
         for stale in self.ledger.reject_stale(version):
             log.warning(
                 "group.rejected_stale",
-                index=stale.index,
-                attempt=stale.attempt,
+                group=stale.group.played.id.message,
                 staleness=version - stale.oldest_version,
                 num_tokens=stale.num_tokens,
             )

@@ -124,8 +124,13 @@ class Collector:
         try:
             group = decode(delivery.payload, Group)
         except CorruptMessageError as error:
-            await self._receive_undecodable(delivery, str(error))
+            with structlog.contextvars.bound_contextvars(group=delivery.message_id):
+                await self._receive_undecodable(delivery, str(error))
             return
+        with structlog.contextvars.bound_contextvars(group=group.id.message):
+            await self._take(delivery, group)
+
+    async def _take(self, delivery: Delivery, group: Group) -> None:
         if group.purpose != TRAIN:
             if self.evaluator is not None:
                 await self.evaluator.receive(group)
@@ -134,7 +139,7 @@ class Collector:
         index, attempt = group.id.index, group.id.attempt
         if self._is_foreign(group):
             self.num_foreign += 1
-            log.info("group.foreign_ignored", group=group.id.message, temperature=group.temperature)
+            log.info("group.foreign_ignored", temperature=group.temperature)
             await self._release(delivery)
             await self.images.remove(group.id.scope)  # no checkpoint settles the group
             return
@@ -166,7 +171,7 @@ class Collector:
                 is_of_use = self._hold(group, images, ready, screening)
         if not is_of_use:
             self.num_duplicate += 1
-            log.info("group.duplicate_ignored", group=group.id.message)
+            log.info("group.duplicate_ignored")
         delivery.forget_payload()
         self.ledger.keep_receipt(index, delivery)
 
@@ -214,7 +219,7 @@ class Collector:
             was_redelivered=group.num_deliveries > 1,
         )
         if is_of_use:
-            log.debug("group.filtered", group=group.id.message, reason=reason)
+            log.debug("group.filtered", reason=reason)
             self._end_play(group)
             if self.episodes is not None:
                 self.episodes.keep_left_out("filtered", reason, group)
@@ -254,12 +259,11 @@ class Collector:
         self.ledger.keep_receipt(group.id.index, delivery)
 
     def _lose(self, group_id: GroupId, reason: str) -> bool:
-        index, attempt = group_id.index, group_id.attempt
-        if not self.ledger.lose(index, attempt):
+        if not self.ledger.lose(group_id.index, group_id.attempt):
             return False
-        log.warning("group.images_lost", index=index, attempt=attempt, reason=reason)
+        log.warning("group.images_lost", reason=reason)
         if self._is_of_this_start(group_id):
-            self.streak.lose([index], reason)
+            self.streak.lose([group_id.index], reason)
         return True
 
     def _fail(self, group: Group, reason: str) -> bool:
@@ -273,12 +277,11 @@ class Collector:
         return group_id.trainer_epoch == self.trainer_epoch
 
     def _drop(self, group: Group, reason: str) -> bool:
-        index, attempt = group.id.index, group.id.attempt
-        if not self.ledger.fail(index, attempt):
+        if not self.ledger.fail(group.id.index, group.id.attempt):
             return False
         if self.pools is not None:
-            self.pools.end(index, None)
+            self.pools.end(group.id.index, None)
         if self.episodes is not None:
             self.episodes.keep_left_out("failed", reason, group)
-        log.error("group.failed", index=index, attempt=attempt, reason=reason)
+        log.error("group.failed", reason=reason)
         return True

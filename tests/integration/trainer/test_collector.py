@@ -1,9 +1,8 @@
 """Feeder, collector and batch source on a real bus: what becomes of groups, and of their messages."""
 
 import asyncio
-import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +20,6 @@ from penstock.records.codec import encode
 from services.trainer.admission.group_state import GroupStatus
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import TrainGroup
-from services.trainer.data.config import DataConfig
-from services.trainer.data.dataset import open_dataset
-from services.trainer.flow.crash_record import MAX_DEATHS, CrashRecord
-from services.trainer.position import Position
-from services.trainer.telemetry.episodes.config import EpisodesConfig
-from services.trainer.telemetry.episodes.log import EpisodeLog
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
 from tests.support.trainer.runs.flow import RUN, num_images, num_prompts, num_stored, open_flow, publish, running
 from tests.support.waiting import HANG_S, promptly, until
@@ -395,43 +388,3 @@ async def test_catching_up_waits_for_nothing_that_is_not_stored(
         flow.collector.consumer.fetch = fetch_some  # type: ignore[method-assign]
         await promptly(flow.collector.wait_until_caught_up())
         assert flow.ledger.num_receipts == num_groups
-
-
-@pytest.fixture
-def kept(tmp_path: Path) -> Iterator[EpisodeLog]:
-    """Keeps groups that are left out."""
-    position = Position(num_steps=9, step=0, version=1)
-    log = EpisodeLog(tmp_path, EpisodesConfig(keep="all"), position, dataset=open_dataset(DataConfig()), names=list)
-    yield log
-    log.close()
-
-
-def entries_of(log: EpisodeLog, folder: Path) -> list[dict[str, Any]]:
-    """What was kept, after its end."""
-    log.close()
-    return [json.loads(line) for line in (folder / "episodes" / "index.jsonl").read_text().splitlines()]
-
-
-async def test_groups_that_are_given_up_unread_are_kept_with_the_reason(
-    bus: Bus, tiny_model_path: Path, tmp_path: Path, kept: EpisodeLog
-) -> None:
-    """Those that cannot be decoded, and those that killed the trainer, whose samples are not touched again."""
-    await bus.publish(bus.groups, b"\xc1 garbage", message_id=f"{RUN}/0/0/a")
-    for index in (1, 2):
-        await publish(bus, make_group(tiny_model_path, index=index, version=1))
-    suspect = {"in_hand": [1], "deaths": {"1": MAX_DEATHS - 1}}
-    record = tmp_path / "in_hand.json"
-    record.write_text(json.dumps({"run_id": RUN, "reading": suspect}))
-    async with running(bus, tiny_model_path) as flow:
-        flow.collector.episodes = kept
-        flow.collector.crashes = CrashRecord(record, run_id=RUN, is_resumed=True)
-        (finished,) = await flow.next_batch(1)
-    assert finished.ready.index == 2
-    found = entries_of(kept, tmp_path)
-    assert [(each["index"], each["outcome"], each["rewards"]) for each in found] == [
-        (0, "failed", []),
-        (1, "failed", []),
-    ]
-    assert all(each["prompt"] and each["golds"] for each in found)
-    assert f"died {MAX_DEATHS} times while it read group 1" in found[1]["reason"]
-    assert all(each["reason"] == each["error"] for each in found)
