@@ -310,6 +310,59 @@ def test_perfetto_shows_every_span(run: TrainProcess) -> None:
             assert first_token < turn.start + turn.seconds + _CLOCK_S, (turn, span)
 
 
+def test_each_kind_of_work_has_its_span(run: TrainProcess) -> None:
+    """From a prompt's admission to the push of the weights that it trained, in the process that did the work. Each
+    push has its stages in an engine."""
+    spans = TraceReader(run.folder).read().spans
+    names = {
+        "launcher": {"process.starting", "process"},
+        "trainer": {"group.admitted", "group.held", "wait_s", "train_s", "push", "push.stage", "checkpoint"},
+        "worker": {"group.queued", "group.played", "episode", "session", "turn", "tool", "verify", "group.published"},
+        "router": {"route.queued", "route.attempt", "session.call"},
+        "rollout": {"call", "push.received", "paused"},
+        "reward": {"judged"},
+    }
+    found = {process: {span.name for span in _of(spans, process)} for process in names}
+    assert {process: missing for process in names if (missing := names[process] - found[process])} == {}
+    groups = {span.attributes["group"] for span in spans if span.name == "group.held"}
+    assert len(groups) == NUM_STEPS * GROUPS_PER_STEP
+    for kinds in (
+        *({"group.admitted"}, {"group.queued"}, {"group.played"}, {"group.published"}, {"route.attempt"}, {"call"}),
+        {"turn", "session.call"},  # agents' calls are not the worker's
+    ):
+        assert groups <= {span.attributes.get("group") for span in spans if span.name in kinds}, kinds
+    for span in spans:
+        if span.name == "turn" and "error" not in span.attributes:
+            parts = (span.attributes["wait_s"], span.attributes["decode_s"])
+            assert min(parts) >= 0.0
+            assert sum(parts) <= span.seconds + _CLOCK_S
+    assert {span.attributes["step"] for span in spans if span.name == "checkpoint"} == {2, 4}
+    for name in ("train_s", "push"):
+        assert {span.attributes["step"] for span in spans if span.name == name} == {*range(1, NUM_STEPS + 1)}
+    [engine] = {span.attributes["replica"] for span in spans if span.name == "push.stage"}
+    stages = {span.attributes["version"] for span in spans if span.name == "push.stage"}
+    assert {row["policy_version"] + 1 for row in run.rows()} <= stages, engine
+
+
+def _of(spans: Sequence[Span], process: str) -> list[Span]:
+    return [span for span in spans if span.process.partition("-")[0] == process]
+
+
+def test_a_group_leaves_no_line_in_a_log(run: TrainProcess) -> None:
+    """An ordinary one: its way is in the trace. What a service logs names the run."""
+    lines = [
+        json.loads(line)
+        for log in (run.folder / "logs").glob("*.log")
+        for line in log.read_text().splitlines()
+        if line.startswith("{")
+    ]
+    own = [line for line in lines if line.get("level") in ("info", "warning", "error")]
+    assert {line["service"].partition("-")[0] for line in own} >= {"trainer", "worker", "router"}
+    assert [line for line in own if "group" in line] == []
+    name = load(Recipe, [run.folder / "config.toml"]).run.name
+    assert {line["run"] for line in own} == {name}
+
+
 def _request_of(span: Span) -> str:
     """The group, sample and turn of a call, as the request's identity has them before its random end."""
     about = span.attributes

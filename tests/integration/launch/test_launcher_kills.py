@@ -20,6 +20,7 @@ from services.launch.process.child import Child
 from services.launch.process.local import LocalBackend, LocalProcess, local_backend
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.supervisor import ProcessFailedError, Supervisor, supervised
+from services.view.trace_reader import TraceReader
 from tests.support.launch.fake_run import (
     NOTE,
     PARENT,
@@ -56,7 +57,8 @@ asyncio.run(main())
 
 
 def test_dead_process_is_started_again(fake_run: Callable[..., FakeRun]) -> None:
-    """A process that is killed, and one that exits by itself, come back; the others are left alone."""
+    """A process that is killed, and one that exits by itself, come back; the others are left alone. Each life of one is
+    a span, with its end."""
     run = fake_run([{"name": "router", "program": SERVE}, {"name": "reward", "program": SERVE}])
     first, second = run.wait_for("up", 2)
     os.kill(first, signal.SIGKILL)
@@ -70,6 +72,14 @@ def test_dead_process_is_started_again(fake_run: Callable[..., FakeRun]) -> None
     assert "was killed by signal 9" in out
     assert "exited with 0" in out
     assert_all_gone(run)
+    [spans] = TraceReader(run.folder).starts()
+    lives = [span.attributes for span in spans if span.name == "process"]
+    ends = {name: [each for each in lives if each["service"] == name] for name in ("router", "reward")}
+    assert [[(life["start"], life["exit_code"]) for life in each] for each in sorted(ends.values(), key=len)] == [
+        [(1, 0)],
+        [(1, -signal.SIGKILL), (2, 0), (3, 0)],
+    ]
+    assert [life["was_stopped"] for life in max(ends.values(), key=len)] == [False, False, True]
 
 
 def test_process_that_dies_again_and_again_ends_the_run(fake_run: Callable[..., FakeRun]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.runtime import process
+from services.launch.process.process_trace import ProcessTrace
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.supervisor import supervised
 from services.launch.terminal.lasting_output import lasting_output
@@ -39,7 +40,8 @@ def main() -> int:
         sys.stdout.flush()
 
     async def run(stop: asyncio.Event) -> None:
-        starting = supervised(processes, logs=folder, report=report, first_backoff_s=0.05, **options)
+        trace = ProcessTrace(folder)
+        starting = supervised(processes, logs=folder, report=report, first_backoff_s=0.05, trace=trace, **options)
         async with starting as supervisor:
             try:
                 for spec in processes:
