@@ -61,7 +61,7 @@ async def engine(
 
     folder = tmp_path_factory.mktemp("engine")
     async with engine_process(
-        tiny_model_path, nats_url, folder, max_running=32, context_length=1024, grace_s=2.0
+        tiny_model_path, nats_url, folder, max_running=32, context_length=1024, grace_s=2.0, is_measured=True
     ) as process:
         await process.replica()  # the connection lasts as long as the engine
         yield process

@@ -146,6 +146,7 @@ async def engine_process(
     run: str = "",
     grace_s: float = 5.0,
     lease_ttl_s: float = 5.0,
+    is_measured: bool = False,
     trainer: Mapping[str, object] = MappingProxyType({}),
     **rollout: object,
 ) -> AsyncIterator[EngineProcess]:
@@ -159,11 +160,13 @@ async def engine_process(
         run: Name of its run; by default the folder's.
         grace_s: `run.grace_s`, in seconds.
         lease_ttl_s: `bus.lease_ttl_s`, in seconds.
+        is_measured: Whether it serves metrics, on any free port, and SGLang measures its own.
         trainer: Settings of the section `trainer` that engines follow.
         rollout: Settings of the section `rollout`.
     """
     recipe, log = folder / "recipe.toml", folder / "engine.log"
-    settings = tomli_w.dumps({"rollout": rollout, "trainer": dict(trainer)})
+    metrics = {"port": 0} if is_measured else {}
+    settings = tomli_w.dumps({"rollout": rollout, "trainer": dict(trainer), "metrics": metrics})
     recipe.write_text(
         f'[run]\nname = "{run or folder.name}"\ngrace_s = {grace_s}\n'
         f'[bus]\nurl = "{nats_url}"\nlease_ttl_s = {lease_ttl_s}\n[model]\npath = "{model_path}"\n'

@@ -1,13 +1,18 @@
 """The rollout engine against transformers: a real process with real SGLang and a random tiny Qwen3-VL."""
 
 import asyncio
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import torch
 
+from penstock.bus.connection import connect
+from penstock.bus.span_stream import SpanReader
+from penstock.config import BusConfig
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.testing.engine_process import EngineProcess
 from tests.support.engine.push import Push
@@ -26,7 +31,7 @@ from tests.support.engine.reference import (
     until_replica,
 )
 from tests.support.engine.traffic import Traffic
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
@@ -87,6 +92,31 @@ async def test_temperature_zero_is_greedy(engine: EngineProcess, current: Refere
         highest = current.highest_logprobs(prompts[name], IMAGES[name], answer.output_ids)
         assert (highest - scores).max() < TOLERANCE, name
         assert (torch.tensor(list(answer.logprobs)) - scores).abs().max() < TOLERANCE, name
+
+
+async def test_a_call_says_how_long_it_waited_and_was_prefilled(engine: EngineProcess, nats_url: str) -> None:
+    """In its span, where SGLang measures itself: both take some time, and together no more than the call."""
+    asked = [request([5, 6, 7, number], max_new_tokens=20) for number in range(8)]
+    for number, each in enumerate(asked):
+        each.request_id = f"timed-{number}"
+    await asyncio.gather(*(engine.generation.Generate(each, timeout=60) for each in asked))
+    calls: dict[str, tuple[float, dict[str, Any]]] = {}
+    async with connect(BusConfig(url=nats_url), run=engine.log.parent.name) as bus:
+        reader = SpanReader(bus)
+
+        async def are_there() -> bool:
+            for batch in await reader.read():
+                for name, _, seconds, about in json.loads(batch.payload)["spans"]:
+                    if name == "call":
+                        calls[about["request"]] = seconds, about
+            return all(each.request_id in calls for each in asked)
+
+        await until(are_there)
+        await reader.close()
+    for each in asked:
+        seconds, about = calls[each.request_id]
+        assert min(about["queued_s"], about["prefill_s"]) > 0.0
+        assert about["queued_s"] + about["prefill_s"] <= seconds
 
 
 async def test_generation_ends_at_the_models_and_the_requests_stop_ids(
