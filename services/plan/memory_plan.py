@@ -30,8 +30,9 @@ from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.checks.sequence_parallel import require_shareable
 
 RESERVED_BYTES = 2 * GIB
-"""Reserved on each GPU that computes steps, for CUDA's context, NCCL's buffers and memory that the allocator cannot
-use; on a shared GPU as much again for each engine, for its context and for what it computes or a push takes."""
+"""Reserved on each GPU that computes steps, for CUDA's context, NCCL's buffers, memory that the allocator cannot use,
+and the five parts of a copy in the host's memory (80 MiB) that rank 0 has there while they are broadcast; on a shared
+GPU as much again for each engine, for its context and for what it computes or a push takes."""
 _NO_ROW = WorkingBytes(activations=0, logits=0)
 
 

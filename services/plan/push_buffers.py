@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from penstock.weights.manifest import MAX_BUCKET_BYTES, Manifest, TensorSpec
 from services.plan.model_shape import ModelShape
 
-_IN_FLIGHT = 5
-"""Parts that are received at a time, or are being loaded."""
+PARTS_IN_FLIGHT = 5
+"""Parts that are sent or received at a time, or are being loaded."""
 _FLOAT32, _BFLOAT16 = 4, 2
 
 
@@ -39,8 +39,8 @@ def _arriving(shape: ModelShape) -> Iterator[int]:
     sizes: list[int] = []
     for number, bucket in enumerate(Manifest.plan(specs, max_bucket_bytes=MAX_BUCKET_BYTES).buckets):
         sizes.append(sum(spec.num_bytes for spec in bucket))
-        for _ in range(min(_IN_FLIGHT, math.ceil(sizes[-1] / MAX_BUCKET_BYTES))):
+        for _ in range(min(PARTS_IN_FLIGHT, math.ceil(sizes[-1] / MAX_BUCKET_BYTES))):
             parts.append(number)
             yield sum(sizes[each] for each in {*parts, *loaded})
-            if len(parts) == _IN_FLIGHT and parts.popleft() != parts[0]:
+            if len(parts) == PARTS_IN_FLIGHT and parts.popleft() != parts[0]:
                 loaded = {min(parts) - 1}

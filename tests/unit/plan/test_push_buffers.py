@@ -1,4 +1,5 @@
-"""What a push takes of an engine's GPU, against what an engine allocates as it receives one and compares digests."""
+"""What a push takes of GPUs, against what an engine allocates as it receives one and compares digests, and a trainer
+as it sends one."""
 
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,11 +11,12 @@ import torch.distributed as dist
 from penstock.weights.manifest import MAX_BUCKET_BYTES, Manifest, TensorSpec
 from services.plan.live_bytes import LiveBytes
 from services.plan.model_shape import ModelShape
-from services.plan.push_buffers import push_bytes
+from services.plan.push_buffers import PARTS_IN_FLIGHT, push_bytes
 from services.rollout.engine.sglang_plugin.digests import GatherMemory
 from services.rollout.engine.sglang_plugin.shards import Cut, Section, Shard
 from services.rollout.engine.sglang_plugin.transports.broadcast import BroadcastTransport
 from services.rollout.engine.sglang_plugin.transports.destination import Destination
+from services.trainer.weight_sync.process_group import WeightProcessGroup
 from tests.support.trainer.families import random_qwen3
 
 CPU = torch.device("cpu")
@@ -52,6 +54,18 @@ def test_an_engine_allocates_what_is_planned(
     shape = shape_of(tmp_path, vocab_size, intermediate_size)
     planned = push_bytes(shape, tensor_parallel=1)
     assert planned <= received_bytes(shape, monkeypatch) < planned + 6 * 512  # each is rounded up
+
+
+def test_a_trainer_sends_as_many_parts_at_a_time_as_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a copy in the host's memory: each part is made here where it would move to the GPU."""
+    part_bytes = 4096
+    group = WeightProcessGroup(Mock(), None, name="push", world_size=2, backend="gloo")
+    monkeypatch.setattr(group, "_start", lambda part, _deadline: [part])
+    monkeypatch.setattr(group, "_await", lambda *_: None)
+    live = LiveBytes()
+    with live:
+        group.broadcast((torch.empty(part_bytes, dtype=torch.uint8) for _ in range(12)), timeout_s=60.0)
+    assert live.peak == PARTS_IN_FLIGHT * part_bytes
 
 
 def test_two_large_weights_may_exist_at_a_time(tmp_path: Path) -> None:

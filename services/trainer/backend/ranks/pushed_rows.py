@@ -1,8 +1,9 @@
 """Writes the weights that are pushed into memory of rank 0's process: each rank its own rows.
 
 A rank that can open that memory writes straight into it, beside the others. One on another machine, or in another
-container, sends its rows to rank 0 through the hosts' memory, after those of the ranks before it. Besides its shards a
-rank holds the rows of one weight, rounded as they are pushed.
+container, sends its rows to rank 0 through the hosts' memory, after those of the ranks before it. Rows are rounded,
+written and sent in parts of at most `MAX_BUCKET_BYTES`. Besides its shards a rank holds one of them on its device, and
+two in its host's memory.
 """
 
 import math
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from penstock.errors import NotReadyError
 from penstock.v1 import rollout_pb2
+from penstock.weights.manifest import MAX_BUCKET_BYTES
 from penstock.weights.shared_memory import Writer, writing_into
 from services.trainer.backend.files.pushed_precision import PushedPrecision
 from services.trainer.backend.ranks.expert_groups import ExpertGroups
@@ -46,16 +48,16 @@ def write_rows(
         OSError: this rank could not write.
         RuntimeError: another rank could not, or the weights do not fill their memory.
     """
-    own: dict[int, _Rows] = {}
+    own: dict[int, _Part] = {}
     num_bytes = 0
     for name, weight in weights.items():
         assert isinstance(weight, DTensor), "every parameter is sharded"
         row_bytes = math.prod(weight.shape[1:]) * precisions[name].written.itemsize
         num_bytes += full_shape(weight, groups)[0] * row_bytes
-        shard = local_shard(weight)
-        if shard.numel() and _is_first_copy(weight):
-            own[offsets[name] + own_rows(weight, groups).start * row_bytes] = _Rows(shard, precisions[name])
-    sizes = {offset: rows.num_bytes for offset, rows in own.items()}
+        if _is_first_copy(weight):
+            first = offsets[name] + own_rows(weight, groups).start * row_bytes
+            own |= _parts(local_shard(weight), precisions[name], first)
+    sizes = {offset: part.num_bytes for offset, part in own.items()}
     with ExitStack() as stack:
         writer = ranks.on_each(partial(_open, memory, stack, ranks))
         sent = ranks.gather(sizes if writer is None else {})
@@ -68,20 +70,30 @@ def write_rows(
         raise RuntimeError(f"ranks wrote {written} of {num_bytes} bytes of weights")
 
 
-class _Rows(NamedTuple):
-    """Rows of a weight that this rank writes."""
+class _Part(NamedTuple):
+    """A part of the rows of a weight that this rank writes."""
 
-    shard: torch.Tensor
+    numbers: torch.Tensor
+    """One dimension, contiguous."""
     precision: PushedPrecision
 
     @property
     def num_bytes(self) -> int:
         """Size of what is written."""
-        return int(self.shard.numel() * self.precision.written.itemsize)
+        return int(self.numbers.numel() * self.precision.written.itemsize)
 
     def rounded(self) -> torch.Tensor:
         """Return the bytes as they are pushed, uint8[bytes], in the host's memory."""
-        return self.precision.apply(self.shard.detach()).cpu().contiguous().view(-1).view(torch.uint8)
+        return self.precision.apply(self.numbers).cpu().view(torch.uint8)
+
+
+def _parts(shard: torch.Tensor, precision: PushedPrecision, first: int) -> dict[int, _Part]:
+    """Return the parts of this rank's rows of a weight by offset, in bytes, given that of the first one."""
+    most = MAX_BUCKET_BYTES // precision.written.itemsize
+    parts = shard.detach().view(-1).split(most) if shard.numel() else ()
+    return {
+        first + number * most * precision.written.itemsize: _Part(part, precision) for number, part in enumerate(parts)
+    }
 
 
 def _is_first_copy(weight: DTensor) -> bool:
@@ -103,19 +115,19 @@ def _open(memory: rollout_pb2.SharedMemorySource, stack: ExitStack, ranks: Ranks
         return None
 
 
-def _send(own: Mapping[int, _Rows], ranks: Ranks) -> None:
+def _send(own: Mapping[int, _Part], ranks: Ranks) -> None:
     """Send this rank's rows to rank 0, which waits for all of them: also after one of them has failed."""
     failures: list[Exception] = []
-    for rows in own.values():
-        data = torch.empty(rows.num_bytes, dtype=torch.uint8)
+    for part in own.values():
+        data = torch.empty(part.num_bytes, dtype=torch.uint8)
         with _kept(failures):
-            data = rows.rounded()
+            data = part.rounded()
         ranks.send(data)
     _raise_first(failures)
 
 
 def _write(
-    own: Mapping[int, _Rows],
+    own: Mapping[int, _Part],
     sent: Sequence[Mapping[int, int]],
     writer: Writer,
     ranks: Ranks,
@@ -123,15 +135,15 @@ def _write(
     """Write this rank's rows, and what others send; they wait until all is received, also after a failure.
 
     Args:
-        own: Rows by offset.
+        own: Parts of its rows by offset.
         sent: Of each rank, the sizes in bytes of what it sends, by offset.
         writer: The open memory.
         ranks: All.
     """
     failures: list[Exception] = []
     with _kept(failures):
-        for offset, rows in own.items():
-            writer.write(offset, rows.rounded())
+        for offset, part in own.items():
+            writer.write(offset, part.rounded())
     for rank, sizes in enumerate(sent):
         for offset, num_bytes in sizes.items():
             data = torch.empty(num_bytes, dtype=torch.uint8)

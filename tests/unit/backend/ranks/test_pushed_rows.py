@@ -138,7 +138,7 @@ def failing(ranks: Ranks, path: Path, failing_rank: int, num_near: int) -> str:
         if ranks.rank == failing_rank:
             stack.enter_context(unittest.mock.patch.object(Writer, "write", side_effect=no_memory))
             if ranks.rank >= num_near:
-                stack.enter_context(unittest.mock.patch.object(pushed_rows._Rows, "rounded", side_effect=no_memory))
+                stack.enter_context(unittest.mock.patch.object(pushed_rows._Part, "rounded", side_effect=no_memory))
         with pytest.raises((OSError, RuntimeError)) as raised:
             write_together(backend, ranks)
     return str(raised.value)
