@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from penstock.weights.manifest import MAX_BUCKET_BYTES
 from services.plan.held_out_copy import HELD_OUT_COPY, may_need_held_out_copy
 from services.plan.model_shape import ModelShape
 from services.plan.moment import Moment, Part
@@ -32,7 +33,12 @@ def plan_trainer(
     resident, gradients, reference = _resident(shape, recipe)
     if is_sharded:
         moments = _sharded_moments(
-            shape, (*resident, gradients), reference, activations, expert_parallel=trainer.expert_parallel
+            shape,
+            (*resident, gradients),
+            reference,
+            activations,
+            num_shards=trainer.num_shards,
+            expert_parallel=trainer.expert_parallel,
         )
         if trainer.expert_parallel > 1:
             notes.append(
@@ -137,11 +143,15 @@ def _sharded_moments(
     reference: tuple[Part, ...],
     activations: tuple[Part, ...],
     *,
+    num_shards: int,
     expert_parallel: int,
 ) -> tuple[Moment, ...]:
     """Return moments of a step on several ranks: text layers are gathered one by one, all else for the whole pass.
 
-    Of a layer's experts a rank gathers only those that it owns. Gradients are made in the precision of the weights.
+    What is gathered arrives in a buffer, from which it is copied. On the way back the buffer is released then. Forward
+    it stays until the next one has been copied, so there are two beside a layer, and beside the first layer its own and
+    that of all else. Of a layer's experts a rank gathers only those that it owns. Gradients are made in the precision
+    of the weights.
     """
     others, experts = shape.num_parameters - shape.num_of_text_layers, shape.num_of_layers_experts
     layer = shape.num_of_largest_layer - experts + experts // expert_parallel
@@ -152,21 +162,33 @@ def _sharded_moments(
         trained = shape.adapters.num_parameters - shape.adapters.num_of_text_layers
         of_others, of_layer = of_others + _FLOAT32 * trained, of_layer + _FLOAT32 * trained_of_layer
     gathered = Part(name="gathered embedding, tower and head", size_bytes=of_others)
+    forward = max(
+        (Part(name="a gathered layer and the buffers of two", size_bytes=3 * of_layer),),
+        (
+            Part(name="the buffer of the same", size_bytes=of_others),
+            Part(name="the first layer and its buffer", size_bytes=2 * of_layer),
+        ),
+        key=lambda parts: sum(part.size_bytes for part in parts),
+    )
     layers = Part(name="two gathered layers", size_bytes=2 * of_layer)
     layers_gradients = Part(
         name="a layer's gradients, made and summed", size_bytes=(made + _FLOAT32) * trained_of_layer
     )
     gradients = Part(name="gradients of embedding, tower and head", size_bytes=made * trained)
-    summed = Part(name="the same, to be summed", size_bytes=_FLOAT32 * trained)
+    summed = (
+        Part(name="the same, to be summed", size_bytes=_FLOAT32 * trained),
+        Part(name="a rank's share of the sum", size_bytes=_FLOAT32 * trained // num_shards),
+    )
     moments = [
+        Moment(name="as a layer is gathered", parts=(*resident, gathered, *forward)),
         Moment(
             name="back through the layers",
             parts=(*resident, gathered, layers, layers_gradients, gradients, *activations),
         ),
-        Moment(name="at the end of the way back", parts=(*resident, gathered, gradients, summed)),
+        Moment(name="at the end of the way back", parts=(*resident, gradients, *summed)),
     ]
     if reference:
-        moments.append(Moment(name="while the reference computes", parts=(*resident, *reference, gathered, layers)))
+        moments.append(Moment(name="while the reference computes", parts=(*resident, *reference, gathered, *forward)))
     return tuple(moments)
 
 
@@ -182,7 +204,7 @@ def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
 
 
 def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
-    """Yield a snapshot's additional parts: the whole copy, a bucket, or of several ranks the rows that each writes."""
+    """Yield a snapshot's additional parts: the whole copy, a bucket, or of several ranks a part of what each writes."""
     trainer = recipe.trainer
     name, largest = max(shape.sizes, key=lambda each: each[1])
     ranks = {"ranks": trainer.num_shards, "expert_parallel": trainer.expert_parallel}
@@ -195,7 +217,7 @@ def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
         yield Part(name="largest weight, packed", size_bytes=_BFLOAT16 * largest)
     elif trainer.ranks > 1 and not trainer.optimizer.offload:
         share = shape.share_bytes({name}, _BFLOAT16, **ranks)
-        yield Part(name="share of the largest weight, rounded", size_bytes=share)
+        yield Part(name="a part of the rows, rounded", size_bytes=min(share, MAX_BUCKET_BYTES))
 
 
 def _copy_bytes(shape: ModelShape) -> int:

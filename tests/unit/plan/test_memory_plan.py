@@ -122,7 +122,8 @@ def test_several_ranks(model: Path) -> None:
     of_layers = [*shares, 2 * others, 4 * layer, 6 * layer, 2 * others, ACTIVATIONS, LOGITS]
     found = moments(plan, "other rank of the trainer")
     assert list(found["back through the layers"].values()) == of_layers
-    assert list(found["at the end of the way back"].values()) == [*shares, 2 * others, 2 * others, 4 * others]
+    assert list(found["as a layer is gathered"].values()) == [*shares, 2 * others, 2 * others, 4 * layer]
+    assert list(found["at the end of the way back"].values()) == [*shares, 2 * others, 4 * others, others]
     first = moments(plan, "rank 0 of the trainer")
     assert list(first["back through the layers"].values()) == [*of_layers, 0]
     assert list(first["before a push"].values()) == [total, 2 * total, 0, largest // 2]

@@ -67,15 +67,19 @@ def shard(
     }
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    of_one_rank: list[Any] = []
     if groups is not None:
         for experts in divide_experts(policy, groups):
             fully_shard(experts, mesh=groups.mesh, **settings)
+            if groups.mesh.size() == 1:
+                of_one_rank.append(experts)
     for layer in policy.text_layers:
         fully_shard(layer, mesh=mesh, **settings)
     fully_shard(policy, mesh=mesh, **settings)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if module not in of_one_rank:  # of which torch would make a further copy, to divide it
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # only NCCL can divide while it sums
             module.set_reduce_scatter_unused_params(True)  # the tower, in a row without pictures
 
