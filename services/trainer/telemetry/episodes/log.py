@@ -145,6 +145,7 @@ class EpisodeLog:
         self._waiting: queue.SimpleQueue[tuple[_Batch | _Kept, int] | None] = queue.SimpleQueue()
         self._num_waiting_tokens = 0
         self._num_waiting_groups = 0
+        """Groups that are neither written nor dropped nor left out, as far as they were looked at."""
         self._is_closed = False
         self._lock = threading.Lock()
         self._has_warned = False
@@ -250,21 +251,27 @@ class EpisodeLog:
             groups = [each.played for each in job.groups] if isinstance(job, _Batch) else [job.group]
             try:
                 chosen = self._chosen(job) if isinstance(job, _Batch) else [job]
+                self._no_longer_waiting(len(groups) - len(chosen))
             except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
                 self._drop(groups, error)
                 chosen = []
             for portion in self._portions(chosen):
                 try:
                     self._files.add(chosen[0].fate.step, [described for _, described in portion])
+                    self._no_longer_waiting(len(portion))
                 except Exception as error:  # noqa: BLE001 - the same
                     self._drop([group for group, _ in portion], error)
             with self._lock:
                 self._num_waiting_tokens -= num_tokens
-                self._num_waiting_groups -= len(groups)
+
+    def _no_longer_waiting(self, num_groups: int) -> None:
+        with self._lock:
+            self._num_waiting_groups -= num_groups
 
     def _drop(self, groups: Sequence[Group], error: Exception) -> None:
         with self._lock:
-            self.num_dropped += len(groups)
+            self.num_dropped += 0 if self._is_closed else len(groups)
+            self._num_waiting_groups -= len(groups)
         if not self._has_warned:
             self._has_warned = True
             log.warning("episodes.not_kept", group=groups[0].id.message, reason=repr(error))

@@ -108,6 +108,31 @@ def test_what_is_not_written_at_the_end_is_counted_and_told(tmp_path: Path, monk
     ]
 
 
+def test_only_what_is_not_written_at_the_end_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that is being written: not what the disk has, nor what was not to be kept."""
+    monkeypatch.setattr("services.trainer.telemetry.episodes.log._CLOSE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("services.trainer.telemetry.episodes.log._PORTION_BYTES", 1)
+    log, hangs, may_go_on = open_log(tmp_path, keep="all"), threading.Event(), threading.Event()
+    add, chosen, portions = log._files.add, log._chosen, itertools.count()
+
+    def hang_then_fail(*args: Any) -> None:
+        if next(portions) == 0:
+            return add(*args)
+        hangs.set()
+        may_go_on.wait(HANG_S)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log._files, "add", hang_then_fail)
+    monkeypatch.setattr(log, "_chosen", lambda batch: chosen(batch)[:3])
+    log.keep_trained(1, 1, [group(index) for index in range(5)], None)
+    assert hangs.wait(HANG_S)
+    log.close()
+    assert log.num_dropped == 2
+    may_go_on.set()
+    log._thread.join(HANG_S)
+    assert log.num_dropped == 2
+
+
 def test_what_waits_at_the_end_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the disk takes it; then nothing was dropped, and no line says so."""
     log, is_closing = open_log(tmp_path, keep="all"), threading.Event()
