@@ -96,7 +96,7 @@ export function zoomBy(xLabel, factor, middle) {
 
 // What the charts over `xLabel` show: from min to max; all of it is from first to last, in steps of about `step`.
 function rangeOf(xLabel) {
-  const all = plotsOver(xLabel).map((plot) => plot.data[0]);
+  const all = plotsOver(xLabel).map((plot) => plot.data[0]).filter((x) => x.length);
   const [first, last] = [Math.min(...all.map((x) => x[0])), Math.max(...all.map((x) => x.at(-1)))];
   const step = (last - first) / Math.max(1, ...all.map((x) => x.length - 1));
   return { first, last, step, min: first, max: last, ...zoomed.get(xLabel) };
@@ -137,8 +137,9 @@ function onKeys(plot, title, xLabel, act) {
   say({ label: `${title}; arrow keys, Home and End point, + and - zoom${act ? ", Enter is a click" : ""}`, valuemin: x[0], valuemax: x.at(-1), valuenow: x.at(-1) });
   over.addEventListener("keydown", (event) => {
     if (event.key === "Enter") act?.();
-    const factor = zoomFactor(event.key);
-    const next = factor ? plot.cursor.idx ?? null : placeAfter(event.key, plot.cursor.idx ?? null, 0, x.length - 1);
+    const factor = zoomFactor(event), at = plot.cursor.idx ?? null;
+    const ends = at === null ? plot.series[0].idxs : [0, x.length - 1]; // from a step the keys lead on, beyond what is shown
+    const next = factor ? at : placeAfter(event.key, at, ...ends);
     if (factor) zoomBy(xLabel, factor, x[next]);
     if (next === null) return;
     event.preventDefault();

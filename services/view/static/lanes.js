@@ -129,7 +129,7 @@ export function lanePlot(context, key, lanes) {
   view.surface.tabIndex = 0;
   view.surface.onkeydown = (event) => {
     if (event.key === "Enter") open(chosen);
-    const factor = zoomFactor(event.key);
+    const factor = zoomFactor(event);
     if (factor) zoomHere(factor);
     const next = neighbour(lanes, chosen, event.key);
     if (!next) return;

@@ -51,7 +51,7 @@ export default {
     };
     if (picked?.run === context.run) pickStep(picked.step);
     const zoom = (factor) => {
-      const row = picked?.run === context.run && context.steps[context.run].rows.find(({ step }) => step === picked.step);
+      const row = factor < 1 && picked?.run === context.run && context.steps[context.run].rows.find(({ step }) => step === picked.step);
       zoomBy(labelOf(axis), factor, row ? place(row) : undefined);
     };
     const panels = extra ? [[extra, [extra], {}], ...PANELS] : PANELS;
