@@ -97,6 +97,16 @@ async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Ev
         working.cancel()
 
 
+async def completed(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Await `work` to its end also if this is cancelled meanwhile; the cancellation comes after it."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise
+
+
 async def end_task(task: asyncio.Future[Any]) -> None:
     """Cancel a task until it has ended: up to Python 3.11 `asyncio.wait_for`, which nats-py uses, swallows a
     cancellation that arrives together with the answer."""

@@ -93,12 +93,12 @@ def append_lines(path: str | Path, lines: bytes | bytearray, *, is_synced: bool 
         try:
             while rest:
                 rest = rest[os.write(file, rest) :]
+            if is_synced:
+                os.fsync(file)
         except OSError:
             with suppress(OSError):  # nobody counts the lines that have been written
                 os.ftruncate(file, size)
             raise
-        if is_synced:
-            os.fsync(file)
     finally:
         os.close(file)
     return offset

@@ -26,7 +26,7 @@ import structlog
 
 from penstock.bus.work_queue.consumer import Delivery
 from penstock.errors import DataError
-from penstock.runtime.process import end_task, unless_stopped
+from penstock.runtime.process import completed, end_task, unless_stopped
 from penstock.telemetry import log as logging
 from penstock.telemetry import spans
 from penstock.v1 import trainer_pb2
@@ -388,8 +388,11 @@ class TrainingLoop:
             | seconds
         )
         row |= field_names(row)
+        await completed(self._tell(row, [*clock.spans, push]))
+
+    async def _tell(self, row: dict[str, Any], parts: Sequence[tuple[str, float, float]]) -> None:
         await asyncio.to_thread(self.metrics.write, row)
-        await asyncio.to_thread(self.trace.write, row["step"], [*clock.spans, push])
+        await asyncio.to_thread(self.trace.write, row["step"], parts)
         self.trackers.log(row)
         self.on_step(row)
 

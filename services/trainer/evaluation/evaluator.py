@@ -23,6 +23,7 @@ from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore
 from penstock.errors import MissingImageError, UnavailableError
 from penstock.records import Group, GroupId
+from penstock.runtime.process import completed
 from penstock.telemetry.json_lines import JsonLinesFollower, append_lines
 from services.trainer.evaluation.config import EvaluationConfig
 from services.trainer.evaluation.evaluation import Evaluation, OnGroup
@@ -240,7 +241,7 @@ class Evaluator:
             title = f"Evaluation of step {step}, policy version {version}"
             await asyncio.to_thread(write_page, folder, title, self._sets, outcomes)
             summaries = await asyncio.to_thread(self._summaries, outcomes)  # seconds for many samples a prompt
-            await self._report(step, version, elapsed_s, summaries, hold_out)
+            await completed(self._report(step, version, elapsed_s, summaries, hold_out))
         finally:
             self._playing = None  # only after the report: until then the step would be due again
         if hold_out is not None:

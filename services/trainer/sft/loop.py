@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from penstock.errors import DataError
+from penstock.runtime.process import completed
 from services.trainer.backend.base import SupervisedBackend
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.sft.batches import BatchesAhead
@@ -108,7 +109,7 @@ class SftLoop:
                 self.num_samples += len(batch.sequences)
                 self.batches.learned(batch)
                 metrics |= {"data_wait_s": data_wait_s, "num_passed_over_samples": float(batch.num_passed_over)}
-                await self._report(metrics, step_s=time.monotonic() - started)
+                await completed(self._report(metrics, step_s=time.monotonic() - started))
                 if self.step % self.checkpoint_every == 0:
                     await asyncio.to_thread(self._save)
                 await self._validate(stop)

@@ -17,6 +17,7 @@ from penstock.model.chat.chat_template import Renderer
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode
 from penstock.runtime.process import end_task
+from penstock.telemetry.json_lines import append_lines
 from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.simulated_replica import weights_of
 from services.trainer.data.config import DataConfig
@@ -189,6 +190,34 @@ async def test_an_evaluation_is_not_due_while_its_answers_are_written_down(
     may_write.set()
     await promptly(evaluating)
     assert not evaluator.is_due(4)
+
+
+async def test_a_stop_while_an_evaluation_is_reported_loses_nothing_of_it(
+    bus: Bus, tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed trainer finds the line and does not evaluate again, so trackers must have been told, too."""
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def write_slowly(*arguments: Any, **options: Any) -> int:
+        is_writing.set()
+        assert may_write.wait(HANG_S)
+        return append_lines(*arguments, **options)
+
+    monkeypatch.setattr("services.trainer.evaluation.evaluator.append_lines", write_slowly)
+    logged: list[dict[str, Any]] = []
+    evaluator = await open_evaluator(bus, tmp_path, epoch="a", logged=logged)
+    evaluating = asyncio.create_task(evaluator.evaluate(4, 7, has_received_all=is_complete, on_held_out=None))
+    for prompt in await take_prompts(bus):
+        await evaluator.receive(played(prompt, tiny_model_path))
+    await until(is_writing.is_set)
+    evaluating.cancel()
+    asyncio.get_running_loop().call_later(0.01, may_write.set)
+    await asyncio.wait((evaluating,))
+    assert evaluating.cancelled()
+    assert not evaluator.is_due(4)
+    assert [row["step"] for row in logged] == [4]
+    [row] = map(json.loads, (tmp_path / EVALUATIONS_FILE).read_text().splitlines())
+    assert row["step"] == 4
 
 
 async def test_an_evaluation_that_a_crash_ends_is_played_anew(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:

@@ -20,6 +20,7 @@ from penstock.runtime.process import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
+    completed,
     end_task,
     others_code,
     run,
@@ -267,6 +268,29 @@ async def test_stop_ends_what_waits() -> None:
     stop = asyncio.Event()
     stop.set()
     assert await unless_stopped(asyncio.Event().wait(), stop) is None
+
+
+async def test_what_is_to_be_completed_outlives_a_cancellation() -> None:
+    """It ends before whoever awaited it does, who is still cancelled."""
+    may_end, done = asyncio.Event(), list[str]()
+
+    async def work() -> None:
+        await may_end.wait()
+        done.append("work")
+
+    async def wait_for_it() -> None:
+        try:
+            await completed(work())
+        finally:
+            done.append("who waited")
+
+    waiting = asyncio.create_task(wait_for_it())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    asyncio.get_running_loop().call_later(0.01, may_end.set)
+    await asyncio.wait((waiting,))
+    assert waiting.cancelled()
+    assert done == ["work", "who waited"]
 
 
 async def test_a_task_that_swallowed_a_cancellation_ends_though_its_ending_is_interrupted() -> None:
