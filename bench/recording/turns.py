@@ -162,6 +162,8 @@ def compare(
 
 def _at_zero(x: Sequence[float], y: Sequence[float]) -> Estimate:
     """Estimate the mean of `y` where `x` is 0, if a straight line leads there; the error is the intercept's."""
+    if len({*x}) == 1:
+        return Estimate.of(y)
     line, num, mean_x = statistics.linear_regression(x, y), len(x), statistics.mean(x)
     variance = sum((b - line.intercept - line.slope * a) ** 2 for a, b in zip(x, y, strict=True)) / (num - 2)
     spread = sum((a - mean_x) ** 2 for a in x)
