@@ -78,10 +78,21 @@ def report(measured: Sequence[Measured]) -> None:
         ],
     )
     if measured[-1].load.replicas > first.replicas:
-        _report_costs(costs(measured), tokens_per_group=SAMPLES_PER_GROUP * first.tokens)
+        rate = measured[0].groups_per_s
+        _report_costs(
+            costs(measured),
+            tokens_per_group=SAMPLES_PER_GROUP * first.tokens,
+            bus_mb_per_group=(measured[0].bus_read_mb_per_s / rate, measured[0].bus_written_mb_per_s / rate),
+        )
 
 
-def _report_costs(costs: Mapping[str, Costs], *, tokens_per_group: float) -> None:
+def _report_costs(
+    costs: Mapping[str, Costs], *, tokens_per_group: float, bus_mb_per_group: tuple[float, float]
+) -> None:
+    needed = [
+        needs_of(engines, costs, tokens_per_group=tokens_per_group, bus_mb_per_group=bus_mb_per_group)
+        for engines in ENGINES_OF_RUNS
+    ]
     _table(
         ("process", "a group, ms", "1,000 engines, cores", "a push to 1,000 engines, s"),
         [
@@ -92,15 +103,16 @@ def _report_costs(costs: Mapping[str, Costs], *, tokens_per_group: float) -> Non
     _table(
         (
             *("engines", "groups/s", "tokens/s", "routers", "workers", "rank 0 of the trainer, of its core"),
-            *("nats-server, cores", "cores for verdicts on expressions"),
+            *("nats-server, cores", "bus, MB/s read, written", "cores for verdicts on expressions"),
         ),
         [
             (
                 *(f"{needs.engines:,}", f"{needs.groups_per_s:.1f}", f"{needs.tokens_per_s:,.0f}"),
                 *(needs.num_routers or "none is enough", needs.num_workers, f"{needs.trainer_cores:.0%}"),
-                *(f"{needs.nats_cores:.2f}", f"{needs.verdict_cores:.2f}"),
+                *(f"{needs.nats_cores:.2f}", f"{needs.bus_read_mb_per_s:.1f}, {needs.bus_written_mb_per_s:.1f}"),
+                f"{needs.verdict_cores:.2f}",
             )
-            for needs in (needs_of(engines, costs, tokens_per_group=tokens_per_group) for engines in ENGINES_OF_RUNS)
+            for needs in needed
         ],
     )
     for name, cores in ((ROUTER, PLANNED_SHARE), (TRAINER, 1.0)):

@@ -30,16 +30,23 @@ class Needs:
     num_workers: int
     trainer_cores: float
     nats_cores: float
+    bus_read_mb_per_s: float
+    """What nats-server reads from its connections and files, in 1e6 bytes a second, leases aside."""
+    bus_written_mb_per_s: float
+    """What it writes to them."""
     verdict_cores: float
 
 
-def needs_of(engines: int, costs: Mapping[str, Costs], *, tokens_per_group: float) -> Needs:
+def needs_of(
+    engines: int, costs: Mapping[str, Costs], *, tokens_per_group: float, bus_mb_per_group: tuple[float, float]
+) -> Needs:
     """Return what a run of this many engines needs.
 
     Args:
         engines: Engines of one GPU each.
         costs: Of "router", "workers", "trainer" and "nats-server".
         tokens_per_group: All tokens of a group's samples.
+        bus_mb_per_group: What nats-server reads and writes for a group, in 1e6 bytes.
     """
     tokens_per_s = engines * ENGINE_TOKENS_PER_S
     rate = tokens_per_s / tokens_per_group
@@ -53,6 +60,8 @@ def needs_of(engines: int, costs: Mapping[str, Costs], *, tokens_per_group: floa
         num_workers=math.ceil(rate * costs["workers"].group_s / PLANNED_SHARE),
         trainer_cores=_cores(costs["trainer"], rate, engines),
         nats_cores=_cores(costs["nats-server"], rate, engines),
+        bus_read_mb_per_s=rate * bus_mb_per_group[0],
+        bus_written_mb_per_s=rate * bus_mb_per_group[1],
         verdict_cores=rate * VERDICTS_S,
     )
 

@@ -76,13 +76,14 @@ COSTS = {
 
 def test_what_a_larger_run_needs() -> None:
     """2,000 engines, 100 groups a second: every router follows all leases, and a push comes every 100 s."""
-    needs = needs_of(2_000, COSTS, tokens_per_group=64_000)
+    needs = needs_of(2_000, COSTS, tokens_per_group=64_000, bus_mb_per_group=(2.0, 4.0))
     assert (needs.groups_per_s, needs.tokens_per_s) == (100.0, 6_400_000.0)
     assert needs.num_routers == 38  # 15 cores of 0.6 - 0.2
     assert needs.num_workers == 27  # 16 cores of 0.6
     assert needs.trainer_cores == pytest.approx(100 * 0.04 + 2_000 * 2e-3 / 100)
     assert needs.nats_cores == pytest.approx(100 * 0.05 + 0.2)
-    assert needs_of(6_000, COSTS, tokens_per_group=64_000).num_routers is None
+    assert (needs.bus_read_mb_per_s, needs.bus_written_mb_per_s) == (200.0, 400.0)
+    assert needs_of(6_000, COSTS, tokens_per_group=64_000, bus_mb_per_group=(2.0, 4.0)).num_routers is None
 
 
 def test_how_many_engines_fill_a_process() -> None:
@@ -155,5 +156,6 @@ def test_the_report_names_what_fills_up_first(capsys: pytest.CaptureFixture[str]
     assert "| 2048 | 3 | 0.250 | 100% | 32,768 | 1.00 | 2.00 | 0.10 | 2048 | nats-server |" in out
     assert "| router | 800 | 0.000 | 0.00 |" in out
     assert "| 2,048 | 50.0 | 6,553,600 | 67 |" in out
+    assert "| 200.0, 400.0 | 1.35 |" in out
     assert "one router carries 30 such engines with 60% of its core" in out
     assert all(f"| {name} |" in out for name in control)
