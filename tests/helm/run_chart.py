@@ -94,6 +94,17 @@ def test_selectors_select_their_own_pods_and_no_others(objects: list[Object]) ->
         assert not [pod for pod in chosen if pod in others], each["metadata"]["name"]
 
 
+@pytest.mark.parametrize("values", [{}, {"spreadOver": ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]}])
+def test_replicas_spread_over_nodes(values: dict[str, list[str]]) -> None:
+    """Those of each Deployment, by default over hosts."""
+    spread = {}
+    for each in of_kind(render(values), "Deployment"):
+        constraints = each["spec"]["template"]["spec"].get("topologySpreadConstraints", [])
+        spread[component(each)] = [constraint["topologyKey"] for constraint in constraints]
+    over = values.get("spreadOver", ["kubernetes.io/hostname"])
+    assert spread == dict.fromkeys(("reward", "router", "rollout", "worker"), over)
+
+
 MISTYPED = {
     "replica": {"router": {"replica": 2}},
     "gpu": {"rollout": {"pools": {"unified": {"gpu": 1}}}},
