@@ -5,6 +5,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from penstock import config as configuration
 from penstock.runtime.ports import free_ports
-from penstock.testing.train_process import RECIPE, ROOT, TrainProcess, started
+from penstock.testing.train_process import RECIPE, ROOT, started
 from services.launch.config import LaunchConfig
 from services.launch.on_ray.cluster import Cluster, connected
 from services.recipe import Recipe
@@ -45,9 +46,9 @@ def on_ray(nodes: Nodes) -> list[str]:
     return ["--launch.backend=ray", f"--launch.ray_address={nodes.address}"]
 
 
-def placed(train: TrainProcess) -> dict[str, dict[str, Any]]:
-    """Where the launcher has started each process last."""
-    lines = (train.folder / "logs/launcher.log").read_text().splitlines()
+def placed(folder: Path) -> dict[str, dict[str, Any]]:
+    """Where the launcher of a run folder has started each process last."""
+    lines = (folder / "logs/launcher.log").read_text().splitlines()
     events = [json.loads(line) for line in lines if line.startswith("{")]
     return {each["process"]: each for each in events if each["event"] == "process.placed"}
 
@@ -71,7 +72,7 @@ def test_a_run_loses_a_host_and_gains_processes(tmp_path: Path, nodes: Nodes) ->
     settings = overrides(tmp_path, rollout__replicas=2, trainer__num_steps=num_steps)
     with started(tmp_path, str(RECIPE), *settings, *on_ray(nodes)) as train:
         train.wait_for_step(3, timeout_s=300)
-        before = placed(train)
+        before = placed(train.folder)
         assert {"nats", "router", "reward", "rollout-0", "rollout-1", "trainer", "worker-0"} == set(before)
         assert {before[name]["node"] for name in ("nats", "router", "reward")} == {nodes.head}
         assert before["trainer"]["node"] != nodes.head
@@ -81,17 +82,17 @@ def test_a_run_loses_a_host_and_gains_processes(tmp_path: Path, nodes: Nodes) ->
         assert not [name for name in victims if is_alive(before[name]["pid"])]
         nodes.add(num_gpus=3)
         train.wait_for_step(7, timeout_s=400)
-        now = placed(train)
+        now = placed(train.folder)
         assert all(now[name]["pid"] != before[name]["pid"] for name in victims)
         train.wait_until(lambda: train.rows()[-1]["num_replicas"] == 2, "two engines", 200)
         more = penstock("scale", train.folder, "rollout=3")
         assert more.returncode == 0, more.stderr
         assert more.stdout == "starting rollout-2\n"
         train.wait_until(lambda: train.rows()[-1]["num_replicas"] == 3, "three engines", 200)
-        assert "rollout-2" in placed(train)
+        assert "rollout-2" in placed(train.folder)
         more = penstock("scale", train.folder, "worker=2")
         assert more.stdout == "starting worker-1\n", more.stderr
-        train.wait_until(lambda: "worker-1" in placed(train), "a second worker", 200)
+        train.wait_until(lambda: "worker-1" in placed(train.folder), "a second worker", 200)
         fewer = penstock("scale", train.folder, "worker=1")
         assert fewer.stdout == "ending worker-1\n", fewer.stderr
         fewer = penstock("scale", train.folder, "rollout=1")
@@ -111,19 +112,27 @@ def test_a_run_loses_a_host_and_gains_processes(tmp_path: Path, nodes: Nodes) ->
         assert "did not stop" not in said
 
 
-def test_ctrl_c_and_resume(tmp_path: Path, nodes: Nodes) -> None:
-    """A run is stopped in order, and goes on with `--resume`; nothing of it stays on any host meanwhile."""
-    settings = overrides(tmp_path, rollout__replicas=1, trainer__num_steps=5)
+def test_a_killed_launcher_ctrl_c_and_resume(tmp_path: Path, nodes: Nodes) -> None:
+    """The launcher is killed with -9, and the resumed one is stopped in order: `--resume` goes on each time, nothing of
+    the run stays on any host meanwhile, and each group is trained once."""
+    num_steps = 8
+    settings = overrides(tmp_path, rollout__replicas=1, trainer__num_steps=num_steps, trainer__checkpoint_every=2)
     with started(tmp_path, str(RECIPE), *settings, *on_ray(nodes)) as train:
-        train.wait_for_step(2, timeout_s=300)
-        train.process.send_signal(2)
+        train.wait_for_step(3, timeout_s=300)
+        assert len(train.processes()) == len(placed(train.folder)) == 6
+        train.process.kill()
+        assert train.wait(10) == -signal.SIGKILL
+        assert train.left_behind() == []
+        folder = train.folder
+    with started(tmp_path, "--resume", str(folder)) as train:
+        train.wait_for_step(5, timeout_s=300)
+        train.process.send_signal(signal.SIGINT)
         assert train.wait(200) == 130, train.tail()
         assert train.left_behind() == []
         assert "did not stop" not in train.output.read_text()
-        folder = train.folder
     with started(tmp_path, "--resume", str(folder)) as train:
         assert train.wait(400) == 0, train.tail()
-        assert_nothing_was_lost(train.rows(), 5)
+        assert_nothing_was_lost(train.rows(), num_steps)
 
 
 def test_what_a_cluster_lacks_is_named_before_anything_starts(tmp_path: Path, nodes: Nodes) -> None:
