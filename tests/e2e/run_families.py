@@ -134,13 +134,16 @@ async def test_five_steps_of_a_family(kind: str, nats_url: str, tmp_path: Path) 
         assert await difference(engine, Reference(model)) > FELT / 100
 
 
-@pytest.mark.parametrize("kind", LINEAR_FAMILIES)
+@pytest.mark.parametrize("kind", [*LINEAR_FAMILIES, "qwen3_vl", "qwen3_vl_moe"])
 async def test_five_steps_with_an_engine_of_two_processes(kind: str, nats_url: str, tmp_path: Path) -> None:
-    """It is started by hand, as `penstock train` starts none of several processes on a CPU, and has joined the run."""
+    """It is started by hand, as `penstock train` starts none of several processes on a CPU, and has joined the run.
+    It divides a mixture's experts as wholes, as the ranks do.
+    """
     model = write_model(heard_in_engines(kind), tmp_path / kind)
     folder = tmp_path / "engine"
     folder.mkdir()
     settings = {"tensor_parallel": 2, "max_running": 8, "context_length": 512}
+    settings["expert_parallel"] = 2 if num_experts(model) else 1
     async with engine_process(model, nats_url, folder, run=tmp_path.name, grace_s=2.0, lease_ttl_s=30.0, **settings):
         of_bus = {"bus.url": nats_url, "bus.lease_ttl_s": 30.0, "run.name": tmp_path.name}
         with five_steps_of(tmp_path, model, **of_bus, **{"rollout.replicas": 0, "rollout.context_length": 512}):
