@@ -16,7 +16,7 @@ import tomli_w
 
 from penstock.rpc.channel import connect
 from penstock.runtime.children.parent_death import dying_with_parent
-from penstock.v1 import common_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 START_TIMEOUT_S = 240.0
 _ROOT = Path(__file__).parents[3]
@@ -134,6 +134,11 @@ class EngineProcess:
     async def replica(self) -> common_pb2.Replica:
         """Return the engine's current description of itself."""
         return (await self.control.GetReplica(rollout_pb2.GetReplicaRequest(), timeout=20)).replica
+
+    async def generate(self, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateResponse:
+        """Play the turn."""
+        answer: generate_pb2.GenerateResponse = await self.generation.Generate(request, timeout=120)
+        return answer
 
 
 @asynccontextmanager

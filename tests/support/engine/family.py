@@ -5,9 +5,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 
+from penstock.v1 import generate_pb2
 from services.rollout.testing.engine_process import EngineProcess, engine_process
 from tests.support.engine.push import Push
 from tests.support.engine.reference import Reference, picture, prompt, request
@@ -20,6 +22,12 @@ TIE = 1e-5
 """Logits of two experts that are nearer than this may be in another order in the engine, whose sums round otherwise."""
 PICTURES = ((96, 80), (300, 200))
 """Width and height: the tiny model's image processor enlarges the one and shrinks the other."""
+
+
+class Plays(Protocol):
+    """An engine, or a pair."""
+
+    async def generate(self, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateResponse: ...
 
 
 @asynccontextmanager
@@ -43,7 +51,7 @@ async def engine_of(
         yield engine
 
 
-async def difference(engine: EngineProcess, policy: Reference) -> float:
+async def difference(engine: Plays, policy: Reference) -> float:
     """The largest |dlogp| between the engine and transformers, over texts and, where the model has eyes, pictures."""
     found = []
     for seed in range(4):
@@ -51,7 +59,7 @@ async def difference(engine: EngineProcess, policy: Reference) -> float:
         images = [picture(*PICTURES[seed // 2], seed=seed)] * num_images
         ids = prompt(random.Random(seed), num_images=len(images), image_id=policy.image_id)
         for _ in range(10):  # answers are drawn at random, and in one of hundreds a router is as good as undecided
-            answer = await engine.generation.Generate(request(ids, images, max_new_tokens=30), timeout=120)
+            answer = await engine.generate(request(ids, images, max_new_tokens=30))
             if policy.router_margin(ids, images, answer.output_ids) > TIE:
                 break
         else:
