@@ -1,9 +1,11 @@
 """Random optimizer batches as the loss sees them, and a toy policy over them, all in float64."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
+import pydantic
 import torch
 
 from services.trainer.algorithm.advantage import sample_advantages
@@ -14,6 +16,8 @@ from services.trainer.algorithm.tokens import Samples, Tokens
 VERSION = 7
 VOCABULARY = 11
 WIDTH = 5
+EXAMPLE = "examples.algorithm.own_axes"
+"""A person's own axes; the repository is importable in tests."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,5 +144,27 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
         }
     ),
     "reinforce_pp_baseline": algorithm(advantage={"kind": "reinforce_pp_baseline"}),
+    "gmpo, opo": algorithm(
+        "ppo",
+        advantage={"kind": "custom", "function": f"{EXAMPLE}:opo"},
+        trust_region={"kind": "custom", "function": f"{EXAMPLE}:gmpo", "options": {"low": 0.4, "high": 0.4}},
+        aggregation={"kind": "sequence"},
+    ),
 }
-"""Every preset, and every kind of every axis but a person's own at least once; a test says so."""
+"""Every preset, and every kind of every axis at least once; a test says so."""
+
+
+def choices(section: pydantic.BaseModel, prefix: str = "") -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Each setting that is one of several names: its key, the names and its value."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, pydantic.BaseModel):
+            yield from choices(value, f"{prefix}{name}.")
+        elif get_origin(field.annotation) is Literal:
+            yield f"{prefix}{name}", get_args(field.annotation), value
+
+
+def unseen_choices(configs: Iterable[AlgorithmConfig]) -> set[tuple[str, str]]:
+    """The kinds of axes that no configuration has."""
+    names = {(key, name) for key, names, _ in choices(AlgorithmConfig()) for name in names}
+    return names - {(key, value) for config in configs for key, _, value in choices(config)}

@@ -17,6 +17,7 @@ from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import TrainGroup, open_reader
 from services.trainer.config import BackendConfig, OptimizerConfig
 from tests.support.trainer.groups import IMAGES, make_group, picture
+from tests.support.trainer.token_batches import EXAMPLE, unseen_choices
 
 VERSION = 3
 OF_THE_CUT = {
@@ -43,6 +44,30 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "vetoed": {"correction": {"kind": "clip", "level": "sequence", "low": 0.1, "veto_low": 1e-3}},
     "normalised": {"correction": {"kind": "truncate", "normalize": True}, "aggregation": {"kind": "sequence"}},
     "opsm": {"preset": "ppo", "rejection": {"kind": "opsm", "max_drop": 0.0}},
+    "maxrl, dual clip, k2, geometric rejection": {
+        "preset": "dapo",
+        "advantage": {"kind": "maxrl"},
+        "trust_region": {"dual": 3.0},
+        "kl": {"kind": "k2"},
+        "rejection": {"kind": "geometric", "low": 0.1, "high": 10.0},
+    },
+    "dppo_kl, k3_plus, k3 rejection": {
+        "preset": "dppo",
+        "trust_region": {"kind": "dppo_kl", "cap": 5.0},
+        "kl": {"kind": "k3_plus"},
+        "rejection": {"kind": "k3", "max_k3": 9.0},
+    },
+    "gmpo, soft overlong, geometric mask": {
+        "anchor": "log_linear",
+        "advantage": {
+            "kind": "dr_grpo",
+            "length_penalty": {"kind": "soft_overlong", "max_tokens": 6, "buffer_tokens": 4},
+        },
+        "trust_region": {"kind": "custom", "function": f"{EXAMPLE}:gmpo", "options": {"low": 1.0, "high": 1.0}},
+        "correction": {"kind": "mask", "level": "geometric", "low": 0.1, "high": 10.0},
+        "aggregation": {"kind": "sequence"},
+    },
+    "opo": {"advantage": {"kind": "custom", "function": f"{EXAMPLE}:opo"}, "entropy": {"kind": "target"}},
 }
 
 
@@ -59,7 +84,7 @@ def loaded(path: Path, checkpoint: Path | None = None, **algorithm: Any) -> InPr
 def groups(tiny_model_path: Path) -> list[TrainGroup]:
     """Three with a signal and two of equal rewards, of several versions and sizes; the first has a picture.
 
-    The engine's log-probabilities are random, so the ratios to them are far from 1.
+    The engine's log-probabilities are random, so the ratios to them are far from 1: below it, but in the third group.
     """
     reader = open_reader(tiny_model_path)
     rewards = [(1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0, 0.5), (0.0, 1.0, 0.0), (0.9,) * 4, (0.3,) * 4]
@@ -69,6 +94,8 @@ def groups(tiny_model_path: Path) -> list[TrainGroup]:
         group = make_group(tiny_model_path, index=index, rewards=rewards[index], version=version, **shown)
         made.append(reader.read(group, IMAGES))
     made[1] = replace(made[1], masked=(False, False, False, True))
+    unlikelier = [replace(each, engine_logprobs_X=each.engine_logprobs_X - 3) for each in made[2].sequences]
+    made[2] = replace(made[2], samples=tuple((each,) for each in unlikelier))
     return made
 
 
@@ -184,6 +211,12 @@ def test_a_step_that_fails_is_aborted(tiny_model_path: Path, groups: list[TrainG
         backend.accumulate(groups)
 
 
+def test_every_kind_of_every_axis_comes_in_chunks() -> None:
+    """But how a reference is refreshed, which comes after the step."""
+    axes = [AlgorithmConfig.model_validate(algorithm) for algorithm in ALGORITHMS.values()]
+    assert {key for key, _ in unseen_choices(axes)} <= {"kl.refresh"}
+
+
 def test_what_depends_on_the_whole_batch_says_by_which_setting() -> None:
     """Each preset and variant; a loss that needs statistics of the batch is always among them."""
     axes = {name: AlgorithmConfig.model_validate(algorithm) for name, algorithm in ALGORITHMS.items()}
@@ -195,5 +228,6 @@ def test_what_depends_on_the_whole_batch_says_by_which_setting() -> None:
         "reinforce_pp_baseline": "algorithm.advantage.kind = 'reinforce_pp_baseline'",
         "kl in reward": "algorithm.advantage.kind = 'reinforce_pp'",
         "normalised": "algorithm.correction.normalize = true",
+        "opo": "algorithm.advantage.kind = 'custom'",
     }
     assert {name for name, config in axes.items() if needs_statistics(config)} <= set(found)

@@ -1,22 +1,30 @@
 """Loss, gradient and metrics are those of the batch, however it is cut into micro-batches and in whatever order."""
 
-from collections.abc import Iterator
 from dataclasses import astuple, replace
-from typing import Any, Literal, get_args, get_origin
+from itertools import pairwise
 
-import numpy as np
-import pydantic
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import policy_loss
 from services.trainer.algorithm.metrics.tokens import token_stats
 from services.trainer.algorithm.statistics import batch_statistics, needs_statistics
 from services.trainer.algorithm.tokens import concatenated
-from tests.support.trainer.token_batches import ALGORITHMS, VERSION, TokenBatch, algorithm, random_batch
+from tests.support.trainer.token_batches import (
+    ALGORITHMS,
+    VERSION,
+    TokenBatch,
+    algorithm,
+    random_batch,
+    unseen_choices,
+)
 
 ENTROPY_COEF = 0.05
+NUM_SAMPLES = 18
+"""Of `random_batch`."""
 
 
 def run(
@@ -44,42 +52,33 @@ def run(
     return loss, theta.grad, token_stats(whole, terms, config, version=VERSION)
 
 
-def choices(section: pydantic.BaseModel, prefix: str = "") -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """Each setting that is one of several names: its key, the names and its value."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, pydantic.BaseModel):
-            yield from choices(value, f"{prefix}{name}.")
-        elif get_origin(field.annotation) is Literal:
-            yield f"{prefix}{name}", get_args(field.annotation), value
-
-
 def test_every_kind_of_every_axis_is_cut() -> None:
-    """But a person's own, and how a reference is refreshed, which comes after the step."""
-    names = {(key, name) for key, names, _ in choices(AlgorithmConfig()) for name in names}
-    left_out = {(key, name) for key, name in names if name == "custom" or key == "kl.refresh"}
-    seen = {(key, value) for config in ALGORITHMS.values() for key, _, value in choices(config)}
-    assert names - left_out - seen == set()
+    """But how a reference is refreshed, which comes after the step."""
+    assert {key for key, _ in unseen_choices(ALGORITHMS.values())} <= {"kl.refresh"}
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> list[list[int]]:
+    """Any order of the samples, in any number of micro-batches."""
+    order = draw(st.permutations(range(NUM_SAMPLES)))
+    ends = sorted(draw(st.sets(st.integers(1, NUM_SAMPLES - 1))))
+    return [order[start:end] for start, end in pairwise([0, *ends, NUM_SAMPLES])]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_cut_changes_nothing(name: str, seed: int) -> None:
-    """All samples at once; each alone; and two random cuts of a random order."""
+@settings(max_examples=8)
+@given(st.integers(0, 2**32 - 1), cuts())
+@example(0, [[sample] for sample in range(NUM_SAMPLES)])
+def test_a_cut_changes_nothing(name: str, seed: int, cut: list[list[int]]) -> None:
+    """Of any batch: each sample alone, and any other."""
     batch, config = random_batch(seed), ALGORITHMS[name]
-    num_samples = len(batch.rewards_G)
-    rng = np.random.default_rng(seed)
-    expected = run(batch, [list(range(num_samples))], config)
+    assert len(batch.rewards_G) == NUM_SAMPLES
+    expected = run(batch, [list(range(NUM_SAMPLES))], config)
     assert expected[1].abs().sum() > 0
-    cuts = [[[sample] for sample in range(num_samples)]]
-    for _ in range(2):
-        places = sorted(rng.choice(range(1, num_samples), rng.integers(1, 6), replace=False))
-        cuts.append([cut.tolist() for cut in np.split(rng.permutation(num_samples), places)])
-    for cut in cuts:
-        loss, gradient, metrics = run(batch, cut, config)
-        assert loss == pytest.approx(expected[0], rel=1e-11, abs=1e-12)
-        torch.testing.assert_close(gradient, expected[1], rtol=1e-9, atol=1e-12 * float(expected[1].abs().max() + 1))
-        assert metrics == pytest.approx(expected[2], rel=1e-9, abs=1e-12, nan_ok=True)
+    loss, gradient, metrics = run(batch, cut, config)
+    assert loss == pytest.approx(expected[0], rel=1e-11, abs=1e-12)
+    torch.testing.assert_close(gradient, expected[1], rtol=1e-9, atol=1e-12 * float(expected[1].abs().max() + 1))
+    assert metrics == pytest.approx(expected[2], rel=1e-9, abs=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize("name", ["m2po", "correction: clip", "kl: k1 in reward"])
