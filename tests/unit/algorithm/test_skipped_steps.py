@@ -130,6 +130,30 @@ def test_a_batch_without_a_finite_group_skips_the_step(tiny_model_path: Path, gr
         take_step(backend, [batch], VERSION)
 
 
+@pytest.mark.parametrize("cut", [[[0, 1, 2, 3]], [[0], [1, 3], [2]]], ids=["whole", "chunks"])
+def test_a_gradient_that_is_not_finite_skips_the_step(
+    tiny_model_path: Path, groups: list[TrainGroup], cut: list[list[int]]
+) -> None:
+    """Although every log-probability and the loss are: nothing changes, and the next step feels nothing of it."""
+    chunks = [[groups[number] for number in chunk] for chunk in cut]
+    backend = loaded(tiny_model_path)
+    before = weights(backend)
+    broken = next(backend.policy.parameters()).register_hook(lambda gradient: gradient.fill_(math.nan))
+    with structlog.testing.capture_logs() as logs:
+        metrics = take_step(backend, chunks, VERSION)
+    assert math.isfinite(metrics["loss"])
+    assert (metrics["skipped"], metrics["num_groups_skipped"], metrics["num_updates"]) == (1, 0, 0)
+    assert [entry["event"] for entry in logs] == ["step.skipped"]
+    assert "gradient norm nan" in logs[0]["reason"]
+    assert same_weights(backend, before)
+    broken.remove()
+    take_step(backend, chunks, VERSION)
+    untouched = loaded(tiny_model_path)
+    take_step(untouched, chunks, VERSION)
+    assert same_weights(backend, weights(untouched))
+
+
+@pytest.mark.parametrize("cut", [[[0, 1, 2, 3]], [[3], [0, 1], [2]]], ids=["whole", "chunks"])
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -139,18 +163,34 @@ def test_a_batch_without_a_finite_group_skips_the_step(tiny_model_path: Path, gr
     ],
 )
 def test_a_batch_that_is_wholly_rejected_skips_the_step(
-    tiny_model_path: Path, groups: list[TrainGroup], algorithm: dict[str, Any]
+    tiny_model_path: Path, groups: list[TrainGroup], algorithm: dict[str, Any], cut: list[list[int]]
 ) -> None:
     """Said in the metrics and the log; too many in a row end the run."""
     backend = loaded(tiny_model_path, **algorithm)
     before = weights(backend)
     with structlog.testing.capture_logs() as logs:
-        metrics = take_step(backend, [groups], VERSION)
+        metrics = take_step(backend, [[groups[number] for number in chunk] for chunk in cut], VERSION)
     assert (metrics["skipped"], metrics["rejected_fraction"]) == (1, 1)
     assert "every token with an advantage was rejected" in logs[-1]["reason"]
     assert same_weights(backend, before)
     with pytest.raises(UserError, match=r"2 steps in a row were skipped.*\[algorithm\]"):
         take_step(backend, [groups], VERSION)
+
+
+def test_a_chunk_that_is_wholly_rejected_leaves_the_step_to_the_others(
+    tiny_model_path: Path, groups: list[TrainGroup]
+) -> None:
+    """First or last: its samples count in the denominator alone, as those of equal rewards do."""
+    rejected = moved(groups[2], better=50.0, worse=-50.0)
+    algorithm = {"preset": "ppo", "rejection": {"kind": "geometric", "low": 1e-6, "high": 1e6}}
+    flat = replace(rejected, rewards=(0.5,) * len(rejected.rewards))
+    expected = take_step(loaded(tiny_model_path, **algorithm), [[groups[0], flat, groups[1]]], VERSION)
+    for cut in ([[rejected], [groups[0], groups[1]]], [[groups[0], groups[1]], [rejected]]):
+        metrics = take_step(loaded(tiny_model_path, **algorithm), cut, VERSION)
+        assert metrics["skipped"] == 0
+        assert 0 < metrics["rejected_fraction"] < 1
+        assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
 def test_a_batch_whose_log_ratios_are_all_clamped_skips_the_step_and_names_the_cause(
