@@ -12,6 +12,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from services.trainer.batching.positions import sample_positions
+from tests.support.trainer.families import random_qwen2_vl, random_qwen3_5
 
 MERGE = 2
 grids = st.tuples(st.just(1), st.integers(1, 12), st.integers(1, 12)).map(lambda g: (g[0], g[1] * MERGE, g[2] * MERGE))
@@ -28,7 +29,12 @@ def tiny(config_class: Any) -> Any:
     return config_class(text_config={**sizes, "num_hidden_layers": 1, "vocab_size": 8}, vision_config=vision)
 
 
-MODELS = {"qwen3_vl": Qwen3VLModel(tiny(Qwen3VLConfig)), "qwen2_5_vl": Qwen2_5_VLModel(tiny(Qwen2_5_VLConfig))}
+MODELS = {
+    "qwen3_vl": Qwen3VLModel(tiny(Qwen3VLConfig)),
+    "qwen2_5_vl": Qwen2_5_VLModel(tiny(Qwen2_5_VLConfig)),
+    "qwen2_vl": random_qwen2_vl().model,
+    "qwen3_5": random_qwen3_5().model,
+}
 
 
 def arranged(sample: tuple[int, list[Any]]) -> tuple[np.ndarray, list[tuple[int, int, int]], list[int]]:
