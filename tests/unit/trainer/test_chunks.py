@@ -3,7 +3,14 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+import structlog
+
 from services.trainer.admission.group_state import GroupStatus
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.presets import PRESETS
+from services.trainer.assembly import _streams
+from services.trainer.config import TrainerConfig
 from services.trainer.telemetry.step_metrics import StepClock
 from tests.support.trainer.runs.gated_loop import running
 from tests.support.waiting import promptly, settled
@@ -102,3 +109,19 @@ async def test_without_streaming_nothing_is_computed_before_the_batch_is_there(t
         run.finish(2, 1)
         run.finish(0)
         assert await run.backend.next_call() == [0, 1, 2, 7]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_batches_are_streamed_unless_a_group_depends_on_the_others(streaming: bool) -> None:
+    """The log names the setting for which they are not; nothing is logged where the recipe asks for no streaming."""
+    whole = {
+        "decoupled_ppo": "algorithm.advantage.norm = 'batch'",
+        "cispo": "algorithm.advantage.norm = 'batch_std'",
+        "m2po": "algorithm.rejection.kind = 'm2po'",
+    }
+    for preset in PRESETS:
+        with structlog.testing.capture_logs() as logs:
+            streams = _streams(TrainerConfig(streaming=streaming), AlgorithmConfig.model_validate({"preset": preset}))
+        assert streams is (streaming and preset not in whole), preset
+        assert [entry["event"] for entry in logs] == ["batches.not_streamed"] * (streaming and preset in whole)
+        assert all(entry["reason"].startswith(f"with {whole[preset]} ") for entry in logs)
