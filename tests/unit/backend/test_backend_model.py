@@ -13,11 +13,15 @@ from penstock.errors import ConfigError
 from penstock.model.parameters import own_parameter_sizes
 from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group
+from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.files.export import named_weights
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.policy import logprobs
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainSequence
+from services.trainer.config import BackendConfig
 from tests.support.trainer.families import random_qwen3_5_text, write_model
 from tests.support.trainer.groups import IMAGES, make_group, picture
 from tests.support.trainer.read_groups import reader_of
@@ -233,3 +237,30 @@ def test_weights_are_pushed_under_transformers_names(older_model_path: Path) -> 
     names = [name for name, _ in named_weights(loaded)]
     assert names == [name for name, _ in loaded.model.named_parameters()]
     assert any(name.startswith("model.visual.") for name in names)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1000, 100], ids=["whole", "chunks"])
+def test_a_recipes_float32_head_multiplies_in_float32(
+    tiny_model_path: Path, sequences: list[TrainSequence], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a bfloat16 trainer: the hidden states are bfloat16's, what the head computes of them is float32's."""
+    monkeypatch.setattr(logprobs, "CHUNK_IDS", chunk)
+    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunk // 20)
+    row, said = row_of(*sequences), {}
+    for float32_head in (False, True):
+        config = BackendConfig(device="cpu", dtype="bfloat16", float32_head=float32_head)
+        backend = InProcessBackend(tiny_model_path, config, AlgorithmConfig(), seed=0, temperature=TEMPERATURE)
+        backend.load(None)
+        outputs: list[Any] = []
+        model = backend.policy.model
+        model.base_model.language_model.register_forward_hook(lambda *call, to=outputs: to.append(call[-1]))
+        said[float32_head] = backend._model.logprobs(row).logprobs_N
+    hidden_NH = outputs[0].last_hidden_state[0][row.predict_N]
+    weight_VH = model.get_output_embeddings().weight
+    assert hidden_NH.dtype == weight_VH.dtype == torch.bfloat16
+    logits_NV = hidden_NH.float() @ weight_VH.float().T / TEMPERATURE
+    logits_NV[:, [*forbidden_token_ids(tiny_model_path)]] = -math.inf
+    expected_N = logits_NV.log_softmax(-1).gather(1, row.targets_N[:, None])[:, 0]
+    torch.testing.assert_close(said[True], expected_N, rtol=0, atol=1e-5)
+    assert float((said[False] - expected_N).abs().max()) > 1e-3
