@@ -5,19 +5,30 @@ import math
 import sqlite3
 import sys
 import threading
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
+from penstock.bus.connection import Bus
 from penstock.config import load
 from penstock.errors import ConfigError
 from services.launch.settings.service_settings import for_trainer
 from services.recipe import Recipe
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrackersConfig
-from services.trainer.telemetry.trackers import Feed, TrackerKind, Trackers, described, require_packages
+from services.trainer.run_logs import open_run_logs
+from services.trainer.starting_point import find_starting_point
+from services.trainer.telemetry.trackers import (
+    Feed,
+    TrackedRun,
+    TrackerKind,
+    Trackers,
+    described,
+    require_packages,
+)
 from tests.support.trainer.runs.tracked_runs import ROWS, RUN_ID, log_a_run, log_rows, python, run_in
 
 READ_WANDB = """
@@ -224,6 +235,28 @@ def test_nothing_is_imported_that_is_not_used() -> None:
         "assert not {'accelerate', 'tensorboard', 'wandb', 'mlflow', 'torch'} & set(sys.modules)\n"
     )
     python(program)
+
+
+async def test_a_resumed_trainer_hands_trackers_the_id_of_its_checkpoint(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the step from which they go on; a run in a new folder has an id of its own."""
+    opened: list[TrackedRun] = []
+    monkeypatch.setattr(Trackers, "open", lambda _config, run: opened.append(run) or Trackers([]))
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+    state = {"run_id": RUN_ID, "version": 3, "ledger": {}}
+    CheckpointStore(tmp_path / "old" / "checkpoints", keep=1).save(2, state, lambda path: (path / "model").mkdir())
+    for folder in ("old", "new"):
+        at = [f"--run.name={folder}", f"--run.dir={tmp_path}"]
+        settings = for_trainer(load(Recipe, [], ["--model.path=builtin:tiny-qwen3-vl", "--episodes.keep=off", *at]))
+        start = await find_starting_point(settings, bus)
+        nothing: Any = None
+        async with AsyncExitStack() as stack:
+            await open_run_logs(settings, start, nothing, nothing, nothing, stack)
+    resumed, new = opened
+    assert (resumed.run_id, resumed.name, resumed.last_step) == (RUN_ID, RUN_ID, 2)
+    assert (new.run_id.startswith("new-"), new.last_step) == (True, 0)
 
 
 class Tracker:
