@@ -92,7 +92,13 @@ async def test_batches_are_full_of_groups_that_differ_over_a_restart(
             checkpoint = flow.ledger.checkpoint()
             for receipt in flow.ledger.settle(checkpoint):
                 await receipt.ack()
+            filtered = [
+                index
+                for index, answer in played
+                if answer == EQUAL and flow.ledger.status(index) is GroupStatus.SETTLED
+            ]
             await train(flow, 1)  # lost when the trainer dies
+        assert len(filtered) >= 3
         assert not [index for (index, answer), count in played.items() if answer == EQUAL and count > 1]
 
         state = json.loads(json.dumps(checkpoint.state))
@@ -104,6 +110,7 @@ async def test_batches_are_full_of_groups_that_differ_over_a_restart(
             assert (ledger.num_untrained, ledger.counts.failed, ledger.counts.lost) == (0, 0, 0)
             await until(partial(_has_everything, bus, flow))
             await flow.settle()
+    assert [played[index, EQUAL] for index in filtered] == [1] * len(filtered), "not after the restart, either"
     assert [len(batch) for batch in batches] == [3] * num_steps
     trained = [index for batch in batches for index in batch]
     assert len(set(trained)) == len(trained) == ledger.counts.trained
