@@ -378,3 +378,13 @@ def test_replicas_that_are_formed_again_are_the_same_groups(two: RankPool, tiny_
     for _ in range(2):
         for of_weights, given in two.run(groups_of_weights, tiny_model_path):
             assert of_weights == {given}
+
+
+@pytest.mark.slow
+def test_two_ranks_skip_a_step_whose_tokens_are_all_rejected(two: RankPool, tiny_model_path: Path) -> None:
+    """Both of them, although it comes in chunks; the weights stay."""
+    settings = {"algorithm": {"preset": "ppo", "rejection": {"kind": "k3", "max_k3": 1e-12}}}
+    start = weights_of(backend_of(ALONE, tiny_model_path))
+    for weights, [metrics] in two.run(trained, tiny_model_path, settings):
+        assert (metrics["skipped"], metrics["rejected_fraction"], metrics["num_chunks"]) == (1, 1, 3)
+        assert all(torch.equal(weight, start[name]) for name, weight in weights.items())
