@@ -20,6 +20,7 @@ from tests.support.trainer.checkpoints import averages_of as averages_in
 from tests.support.trainer.families import MIXTURES, heard, random_qwen3_moe, write_model
 from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.support.trainer.ranks.ranked_groups import groups_of
+from tests.unit.backend.ranks.test_mixed_precision import ROWS as BFLOAT16_ROWS
 from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, steps_of, trained, weights_of
 
 NUM_EXPERTS = 12
@@ -207,16 +208,15 @@ def test_supervised_steps_are_those_of_one_rank(two: RankPool, model: Path) -> N
         assert together[2] == pytest.approx(alone[2], rel=1e-5)
 
 
-def test_bfloat16_is_near_float32(two: RankPool, model: Path) -> None:
-    """Tokens travel in bfloat16, and the result is the one of one rank within what bfloat16 rounds."""
-    settings = {"dtype": "bfloat16", "optimizer": {"learning_rate": 1e-4}}
-    alone = trained(ALONE, model, dict(settings), range(2))
-    for weights, metrics in two.run(trained, model, settings | {"expert_parallel": 2}, range(2)):
-        for name, weight in alone[0].items():
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-2)
-        for ours, theirs in zip(alone[1], metrics, strict=True):
-            assert theirs["loss"] == pytest.approx(ours["loss"], abs=0.02)
-            assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=0.1)
+def test_bfloat16_gradients_are_those_of_one_rank(two: RankPool, model: Path) -> None:
+    """Of the same rows. Experts compute theirs from the tokens of all ranks at once, and so round another sum."""
+    alone = averages_of(ALONE, model, dict(BFLOAT16_ROWS))
+    shares = two.run(averages_of, model, BFLOAT16_ROWS | {"expert_parallel": 2})
+    together = {name: tensor for share in shares for name, tensor in share.items()}
+    assert alone.keys() == together.keys()
+    for name, expected in alone.items():
+        error = (together[name] - expected).norm() / expected.norm()
+        assert error < (5e-3 if ".experts." in name else 2e-5), (name, error)
 
 
 LENGTHS = (5, 1, 9, 2)

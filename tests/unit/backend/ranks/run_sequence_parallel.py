@@ -16,6 +16,7 @@ from services.trainer.config import BackendConfig, OptimizerConfig
 from tests.support.trainer.families import FULL_FAMILIES, heard, write_model
 from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.support.trainer.ranks.ranked_groups import groups_of
+from tests.unit.backend.ranks.test_mixed_precision import ROWS as BFLOAT16_ROWS
 from tests.unit.backend.ranks.test_ranks import assert_same, trained
 from tests.unit.backend.ranks.test_sequence_parallel import (
     attended,
@@ -114,16 +115,17 @@ def test_a_supervised_step_is_that_of_one_rank(two: RankPool, model: Path) -> No
     require_same_gradients(supervised(ALONE, model, 1), two.run(supervised, model, 2))
 
 
-def test_bfloat16_is_near_that_of_one_rank(two: RankPool, model: Path) -> None:
-    """Queries, keys and values travel in bfloat16."""
-    settings = {"dtype": "bfloat16", "optimizer": {"learning_rate": 1e-4}}
-    alone = trained(ALONE, model, dict(settings), range(2))
-    for weights, metrics in two.run(trained, model, settings | {"sequence_parallel": 2}, range(2)):
-        for name, weight in alone[0].items():
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-2)
-        for ours, theirs in zip(alone[1], metrics, strict=True):
-            assert theirs["loss"] == pytest.approx(ours["loss"], abs=0.02)
-            assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=0.1)
+def test_bfloat16_gradients_are_near_those_of_one_rank(two: RankPool, model: Path) -> None:
+    """Queries, keys and values travel in bfloat16, and each rank rounds its own tokens' part of the gradient."""
+    alone, numbers, _ = gradients_of(ALONE, model, dict(BFLOAT16_ROWS))
+    shares = two.run(gradients_of, model, BFLOAT16_ROWS | {"sequence_parallel": 2})
+    together = {name: tensor for averages, _, _ in shares for name, tensor in averages.items()}
+    assert alone.keys() == together.keys()
+    ours, theirs = (torch.cat([each[name].flatten() for name in alone]) for each in (alone, together))
+    error = (theirs - ours).norm() / ours.norm()
+    assert error < 5e-3, error
+    for _, of_rank, _ in shares:
+        assert of_rank == pytest.approx(numbers, rel=1e-3)
 
 
 def test_after_twenty_steps_ranks_are_where_one_is(two: RankPool, four: RankPool, tiny_model_path: Path) -> None:
