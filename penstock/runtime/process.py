@@ -98,12 +98,13 @@ async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Ev
 
 
 async def completed(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Await `work` to its end also if this is cancelled meanwhile; the cancellation comes after it."""
+    """Await `work` to its end also if this is cancelled meanwhile; the cancellation, or its failure, comes after it."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait((task,))
+        task.result()
         raise
 
 

@@ -1,6 +1,7 @@
 """Calculates the memory of an engine's GPUs."""
 
 import math
+import re
 
 from services.plan.linear_attention.states import LinearStates
 from services.plan.model_shape import ModelShape
@@ -11,12 +12,14 @@ from services.plan.row_shapes import longest_sample
 from services.recipe import Recipe
 
 _BFLOAT16 = 2
+_WHOLE = re.compile(r"norm\d?\.|\.gate\.weight$|patch_embed\.|\.(proj|linear_fc2|down_proj)\.bias$")
+"""Names of weights that each process of an engine has whole."""
 
 
 def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int, free_bytes: int) -> ProcessPlan:
     """Return the plan of each GPU of `count` engines, of which `free_bytes` are free beside an engine's share."""
     rollout = recipe.rollout
-    weights = _BFLOAT16 * shape.num_parameters // rollout.tensor_parallel
+    weights = _weights(shape, rollout.tensor_parallel)
     heads = shape.text.num_key_value_heads
     per_token = _BFLOAT16 * shape.kv_values // heads * math.ceil(heads / rollout.tensor_parallel)
     room = int(rollout.gpu_memory_fraction * gpus.total_bytes)
@@ -51,3 +54,9 @@ def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int, fr
         ),
         notes=tuple(notes),
     )
+
+
+def _weights(shape: ModelShape, tensor_parallel: int) -> int:
+    """Return the bytes of a process's weights: SGLang divides all matrices but those of routers and of the patches."""
+    whole = sum(size for name, size in shape.sizes if _WHOLE.search(name))
+    return _BFLOAT16 * (whole + (shape.num_parameters - whole) // tensor_parallel)

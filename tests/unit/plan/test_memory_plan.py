@@ -221,14 +221,16 @@ def test_deltas_need_one_more_copy(model: Path) -> None:
 
 
 def test_engines(model: Path) -> None:
-    """Weights and caches are shared by the GPUs of an engine; a cache has no more than it may."""
+    """Matrices and caches are shared by the GPUs of an engine; a cache has no more than it may."""
     shape = ModelShape.read(model)
     per_token = 2 * 3 * 2 * 16 * 2  # keys and values, layers, heads, sizes, bytes
     found = moments(plan_of(model), "engine")
     assert list(found["at least"].values()) == [2 * shape.num_parameters, 1000 * per_token]
     plan = plan_of(model, "--rollout.tensor_parallel=4")
     found = moments(plan, "GPU of an engine of 4")
-    assert list(found["at least"].values()) == [shape.num_parameters // 2, 1000 * per_token // 2]
+    norms = sum(size for name, size in shape.sizes if name.endswith("norm.weight"))
+    share = 2 * (norms + (shape.num_parameters - norms) // 4)
+    assert list(found["at least"].values()) == [share, 1000 * per_token // 2]
     plan = plan_of(model, "--rollout.max_total_tokens=600")
     assert list(moments(plan, "engine")["at least"].values())[1] == 600 * per_token
     assert plan.processes[0].notes == ("its KV cache holds 600 tokens, 1.0 samples of 600",)
