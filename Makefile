@@ -21,7 +21,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Many containers set it; then every process would compile anew what it imports, which takes longer than most of them run.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
-test test-variants test-families test-lora test-mooncake test-nats-cluster test-ranks test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
+test test-variants test-families test-lora test-mooncake test-nats-cluster test-ranks test-tensor-parallel test-two-nodes check: export OMP_NUM_THREADS ?= 1
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
 
@@ -102,6 +102,9 @@ test-lora: setup ## Train adapters with real SGLang engines, through kills, and 
 
 test-ranks: setup ## Compare expert and sequence parallelism and twenty steps on two ranks and four with one, and kill ranks on two hosts, namespaces of this machine (needs root), in twenty minutes on two cores.
 	@$(BIN)/pytest tests/unit/backend/ranks/run_expert_parallel.py tests/unit/backend/ranks/run_sequence_parallel.py tests/unit/backend/ranks/run_twenty_steps.py tests/e2e/run_torchrun_on_hosts.py $(ARGS)
+
+test-two-nodes: setup ## Train by the commands of docs/tutorials/two-nodes.md on two network namespaces of this machine (needs root), and kill an engine.
+	@$(BIN)/pytest tests/e2e/run_two_nodes.py $(ARGS)
 
 test-tensor-parallel: setup ## Test prefill/decode pairs whose engines are two processes each.
 	@PENSTOCK_TEST_TENSOR_PARALLEL=2 $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)

@@ -126,11 +126,11 @@ def assert_evaluated(folder: Path, steps: list[int], *, num_prompts: dict[str, i
         assert {tuple(line["versions"]) for line in played} == {(row["policy_version"],) * 2}
 
 
-def assert_nothing_was_lost(rows: list[dict[str, Any]], num_steps: int) -> None:
+def assert_nothing_was_lost(rows: list[dict[str, Any]], num_steps: int, groups_per_step: int = GROUPS_PER_STEP) -> None:
     """Each step once, each group once, none stale or failed, and no version for two sets of weights."""
     assert [row["step"] for row in rows] == list(range(1, num_steps + 1)), "a step is missing or there twice"
     trained = [index for row in rows for index in row["groups"]]
-    assert sorted(trained) == list(range(num_steps * GROUPS_PER_STEP)), "a group was lost or trained twice"
+    assert sorted(trained) == list(range(num_steps * groups_per_step)), "a group was lost or trained twice"
     assert all(0 <= row["staleness_max"] <= row["max_staleness"] for row in rows)
     assert rows[-1]["num_failed_groups"] == 0
     versions = [row["policy_version"] for row in rows]
