@@ -21,7 +21,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Many containers set it; then every process would compile anew what it imports, which takes longer than most of them run.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
-test test-variants test-families test-lora test-mooncake test-nats-cluster test-ranks test-tensor-parallel test-two-nodes check: export OMP_NUM_THREADS ?= 1
+test test-variants test-docs test-families test-lora test-mooncake test-nats-cluster test-ranks test-tensor-parallel test-two-nodes check: export OMP_NUM_THREADS ?= 1
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
 
@@ -187,6 +187,9 @@ docs: .clients/docs/.installed ## Build the documentation as a site in build/sit
 
 docs-links: .clients/docs/.installed ## Check the links of the documentation that lead to other sites.
 	.clients/docs/bin/sphinx-build --quiet --builder linkcheck --conf-dir docs/site . build/links
+
+test-docs: setup ## Run the code blocks of the pages as a reader would, in a copy of the checkout; ARGS="-k first-run" picks a page.
+	@$(BIN)/pytest tests/docs/run_pages.py -s -p no:randomly $(ARGS)
 
 check: SLOW = yes
 check: lint type proto-check settings-check docs test ## All that CI runs.

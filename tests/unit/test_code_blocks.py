@@ -1,8 +1,14 @@
-"""Every code block of the documents is what its language says, and its commands and settings exist."""
+"""Every code block of the documents is what its language says, its commands and settings exist, and `make test-docs`
+runs it or says why not."""
+
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.docs.pages import PAGES
+from tests.docs.reader import missing_lines
+from tests.docs.steps import NotRun, Page, Run
 from tests.support.documents.blocks import blocks_of, problems_of
 
 _DOCUMENTS = sorted(
@@ -14,6 +20,14 @@ _DOCUMENTS = sorted(
         *(ROOT / "examples").rglob("*.md"),
     )
 )
+_READ = [
+    name
+    for name in _DOCUMENTS
+    if name.startswith(("docs/tutorials/", "docs/training/", "docs/rollouts/", "docs/reward/", "docs/operation/"))
+    or name in ("README.md", "CONTRIBUTING.md", "docs/first-hour.md")
+    or name.startswith("examples/")
+]
+"""The pages whose commands people type."""
 
 
 @pytest.mark.parametrize("document", _DOCUMENTS)
@@ -70,3 +84,59 @@ def test_a_block_may_say_why_it_is_not_checked() -> None:
     assert (first.reason, second.reason) == ("a pattern", "")
     assert problems_of(first) == []
     assert problems_of(second)
+
+
+@pytest.mark.parametrize("document", _READ)
+def test_each_block_is_run_or_listed_with_the_reason(document: str) -> None:
+    """A new block, and one that is listed and gone, ask for a line in tests/docs/pages."""
+    pages = {page.name: page for page in PAGES}
+    assert pages.get(document, Page(document)).open_questions() == []
+
+
+def test_every_page_that_is_run_is_read() -> None:
+    """None is listed twice, or under a name that no page has."""
+    names = [page.name for page in PAGES]
+    assert sorted(set(names) - set(_READ)) == []
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("page", "question"),
+    [
+        (Page("page.md", Run("penstock doctor")), "line 5 is neither run nor listed"),
+        (
+            Page("page.md", Run("penstock doctor"), NotRun("penstock view", "")),
+            "there is no block 'penstock view' here",
+        ),
+        (Page("page.md", Run("penstock doctor"), instead={"tiny-gpu": "x"}), "no command has 'tiny-gpu'"),
+        (
+            Page("page.md", Run("penstock doctor"), stays={"penstock view": ""}),
+            "no command begins with 'penstock view'",
+        ),
+        (Page("page.md", Run("penstock doctor", {"make": "x"})), "no command begins with 'make'"),
+        (Page("page.md", NotRun("penstock", "tests/gone.py runs it")), "there is no tests/gone.py"),
+    ],
+)
+def test_an_open_question_is_found(page: Page, question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check can fail; a recipe needs no line."""
+    monkeypatch.setattr("tests.docs.steps.ROOT", tmp_path)
+    text = (
+        "    penstock doctor tiny-cpu     # a comment\n\nand\n\n    penstock train tiny-cpu\n\n```toml\n[data]\n```\n"
+    )
+    (tmp_path / "page.md").write_text(text)
+    assert question in page.open_questions()
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "missing"),
+    [
+        ("step 1/8  reward 0.4\n...\nstep 8/8  reward 1e-3", "up\nstep 1/20 reward 0.33\nstep 3/20  reward 7.2", []),
+        ("push 0.1 s  about 2 min left", "push 0.32 s about 59 s left", []),
+        ("b\na", "a\nb", ["a"]),
+        ("reward 1", "loss 1", ["reward 1"]),
+        ("--- user\nI say", "--- user", []),
+    ],
+)
+def test_what_a_page_shows_is_compared_without_numbers(shown: str, printed: str, missing: list[str]) -> None:
+    """Line by line, in order; what the reader types is not printed."""
+    assert missing_lines(shown, printed, but=("I ",)) == missing

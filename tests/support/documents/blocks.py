@@ -61,14 +61,23 @@ def blocks_of(text: str) -> Iterator[Block]:
         comment = token.content.strip() if token.type == "html_block" and _UNCHECKED in token.content else ""
 
 
+def is_loaded(block: Block) -> bool:
+    """Whether `problems_of` reads the whole block, and not only the commands in it."""
+    return _is_recipe(block) or (block.is_fenced and block.language in ("toml", "json", "yaml", "mermaid"))
+
+
+def _is_recipe(block: Block) -> bool:
+    """Whether an indented block is a part of a recipe."""
+    first = block.text.partition("\n")[0]
+    return not block.is_fenced and first.startswith("[") and first.endswith("]") and '"' not in first
+
+
 def problems_of(block: Block) -> list[str]:
     """What is wrong with it; of an indented block, with the commands and the settings that it shows."""
     if block.reason:
         return []
     if not block.is_fenced:
-        first = block.text.partition("\n")[0]
-        is_recipe = first.startswith("[") and first.endswith("]") and '"' not in first
-        return _recipe_problems(block.text) if is_recipe else shell_problems(block.text)
+        return _recipe_problems(block.text) if _is_recipe(block) else shell_problems(block.text)
     if (check := _CHECKS.get(block.language)) is None:
         return [f"language {block.language!r}: write one of {', '.join(_CHECKS)}"]
     return check(block.text)

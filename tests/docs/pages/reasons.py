@@ -1,0 +1,12 @@
+"""Why blocks are not run."""
+
+INSTALLS = "installs packages: `make test-wheel` does that in an empty environment"
+GPUS = "needs GPUs"
+HUB = "fetches a model or data from the Hugging Face Hub"
+DOCKER = "needs Docker: `make test-compose` starts the stack"
+KUBERNETES = "needs a cluster and a registry: `make test-helm` renders the chart, `make test-helm-pods` starts its pods"
+SLURM = "needs Slurm: `make test-slurm`"
+RAY = "needs Ray: `make test-ray`"
+HOSTS = "needs several hosts"
+ADAPTERS = "needs packages of others: `make test-adapters` plays the page's example"
+LAYOUT = "shows a form, and is no command"
