@@ -28,7 +28,8 @@ README = Page(
         "--model.path=MODEL": "--model.path=models/tiny-qwen3-vl",
         "penstock train recipes/tiny-cpu.toml": "penstock train recipes/tiny-cpu.toml"
         " --trainer.num_steps=3 --trainer.record_groups=true",
-        "--resume runs/tiny-cpu-<time>": f"--resume {_NEWEST} --trainer.num_steps=5000",  # while others look at it
+        # It trains while others look at it, and keeps the checkpoint that `penstock eval` loads.
+        "--resume runs/tiny-cpu-<time>": f"--resume {_NEWEST} --trainer.num_steps=5000 --trainer.keep_checkpoints=1000",
         "runs/tiny-cpu-<time>": _NEWEST,
         "penstock eval recipes/tiny-cpu.toml": f"penstock eval recipes/tiny-cpu.toml {_EVALUATED}",
         "penstock sft recipes/tiny-sft-cpu.toml": "penstock sft recipes/tiny-sft-cpu.toml --trainer.num_steps=3",
