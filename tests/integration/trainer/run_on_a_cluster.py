@@ -10,14 +10,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from bench.async_loop.measured_loop import recipe_of, serving, until_serving
 from bench.async_loop.workload import Scenario, Workload
 from penstock import config as configuration
 from penstock.config import BusConfig
-from penstock.testing.local_cluster import ClusterServer, LocalCluster, local_cluster
-from tests.support.bus.cut_routes import Routes
+from penstock.testing.local_cluster import local_cluster
+from tests.support.bus.cut_routes import Routes, server_of
 from tests.support.waiting import until
 
 _STEP_AT_KILL, _STEP_AT_FREEZE = 3, 12
@@ -95,7 +93,7 @@ async def test_a_killed_a_frozen_and_a_cut_off_server_cost_no_group(tmp_path: Pa
         cluster.servers[1].thaw()
         await until_step(len(rows()) + 3)
         num_left = log.read_text().count("bus.server_left")
-        routes.cut(_server_of(trainer.pid, cluster))
+        routes.cut(server_of(trainer.pid, cluster))
         await asyncio.sleep(_CUT_OFF_S)
         assert log.read_text().count("bus.server_left") > num_left, "the trainer's server was not cut off"
         assert len(rows()) < _NUM_STEPS, "the run ended before the server was back"
@@ -107,9 +105,3 @@ async def test_a_killed_a_frozen_and_a_cut_off_server_cost_no_group(tmp_path: Pa
     versions = [row["policy_version"] for row in rows()]
     assert versions == sorted(set(versions)), "a policy version was used twice"
     assert rows()[-1]["num_failed_groups"] == 0
-
-
-def _server_of(pid: int, cluster: LocalCluster) -> ClusterServer:
-    """Return the server to which a process is connected."""
-    ports = {each.raddr.port for each in psutil.Process(pid).net_connections("tcp") if each.raddr}
-    return next(server for server in cluster.servers if int(server.url.rpartition(":")[2]) in ports)

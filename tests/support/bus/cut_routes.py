@@ -105,3 +105,9 @@ async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     while data := await reader.read(_BLOCK_BYTES):
         writer.write(data)
         await writer.drain()
+
+
+def server_of(pid: int, cluster: LocalCluster) -> ClusterServer:
+    """Return the server to which a process is connected."""
+    ports = {each.raddr.port for each in psutil.Process(pid).net_connections("tcp") if each.raddr}
+    return next(server for server in cluster.servers if int(server.url.rpartition(":")[2]) in ports)
