@@ -32,7 +32,8 @@ README = Page(
         "--resume runs/tiny-cpu-<time>": f"--resume {_NEWEST} --trainer.num_steps=5000 --trainer.keep_checkpoints=1000",
         "runs/tiny-cpu-<time>": _NEWEST,
         "penstock eval recipes/tiny-cpu.toml": f"penstock eval recipes/tiny-cpu.toml {_EVALUATED}",
-        "penstock sft recipes/tiny-sft-cpu.toml": "penstock sft recipes/tiny-sft-cpu.toml --trainer.num_steps=3",
+        "penstock sft recipes/tiny-sft-cpu.toml": "penstock sft recipes/tiny-sft-cpu.toml --trainer.num_steps=3"
+        " --trainer.optimizer.warmup_steps=0",
         "--step 20": "--step 2",
     },
     stays={

@@ -87,7 +87,7 @@ PAGES = (
         Run("penstock sft"),
         instead={
             "penstock sft recipes/tiny-sft-cpu.toml": "penstock sft recipes/tiny-sft-cpu.toml --trainer.num_steps=4 "
-            "--run.folder=runs/tiny-sft",
+            "--trainer.optimizer.warmup_steps=0 --run.folder=runs/tiny-sft",
             "--resume runs/tiny-sft-cpu-<start>": "--resume runs/tiny-sft --trainer.num_steps=6",
             "step-000100": "step-000006 --trainer.num_steps=3",
             "runs/tiny-sft-cpu-<start>": "runs/tiny-sft",
