@@ -38,6 +38,11 @@ QWEN3_VL_2B = Widths(
     tower=SMALL_TOWER | {"out_hidden_size": 2048},
     is_tied=True,
 )
+QWEN3_VL_4B = Widths(
+    text=TEXT | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32},
+    tower=SMALL_TOWER | {"out_hidden_size": 2560},
+    is_tied=True,
+)
 QWEN3_VL_8B = Widths(
     text=TEXT | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
     tower=LARGE_TOWER | {"out_hidden_size": 4096},
@@ -73,6 +78,7 @@ def shape_of(widths: Widths, depths: tuple[int, int], folder: Path) -> ModelShap
     ("widths", "depths", "num_parameters"),
     [
         pytest.param(QWEN3_VL_2B, (28, 24), 2_127_532_032, id="2B"),
+        pytest.param(QWEN3_VL_4B, (36, 24), 4_437_815_808, id="4B"),
         pytest.param(QWEN3_VL_8B, (36, 27), 8_767_123_696, id="8B"),
     ],
 )
@@ -90,6 +96,7 @@ def test_widths_are_those_of_the_published_models(
     [
         pytest.param(QWEN3_VL_2B, (4, 5), id="2B, 4 and 5"),
         pytest.param(QWEN3_VL_2B, (6, 7), id="2B, 6 and 7"),
+        pytest.param(QWEN3_VL_4B, (6, 7), marks=pytest.mark.variant, id="4B, 6 and 7"),
         pytest.param(QWEN3_VL_8B, (6, 7), id="8B, 6 and 7"),
     ],
 )

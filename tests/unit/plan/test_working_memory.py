@@ -38,6 +38,8 @@ TEXT_30B_A3B = ATTENTION | {
     "num_experts_per_tok": 8,
 }  # fmt: skip
 """Qwen3-VL-30B-A3B's."""
+TEXT_235B_A22B = TEXT_30B_A3B | {"hidden_size": 4096, "moe_intermediate_size": 1536, "num_attention_heads": 64}
+"""Qwen3-VL-235B-A22B's."""
 LINEAR_9B = {
     **{"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4},
     **{"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
@@ -50,6 +52,7 @@ SETTINGS: dict[str, Any] = {
     "float32_head": False,
     "dispatches_tokens": False,
 }
+AGAIN = {"gradient_checkpointing": True}
 
 
 def total_bytes(shape: ModelShape, row: RowShape, **settings: Any) -> int:
@@ -148,23 +151,30 @@ def test_tensors_without_memory_take_what_real_ones_take(family: str) -> None:
 @pytest.mark.usefixtures("computed_whole")
 @pytest.mark.filterwarnings("ignore:Expected a tensor or a traceable wrapper-subclass", "ignore:Module is None")
 @pytest.mark.parametrize(
-    ("family", "text", "recomputes"),
+    ("family", "text", "settings"),
     [
-        ("qwen3", TEXT_2B, False),
-        ("qwen3_moe", TEXT_30B_A3B, True),
-        ("qwen3_5_text", LINEAR_9B, False),
-        ("qwen3_5_text", LINEAR_9B, True),
+        pytest.param("qwen3", TEXT_2B, {}, id="2B"),
+        pytest.param("qwen3_moe", TEXT_30B_A3B, AGAIN, id="30B-A3B, computed again"),
+        pytest.param("qwen3_moe", TEXT_235B_A22B, AGAIN, marks=pytest.mark.variant, id="235B-A22B, computed again"),
+        pytest.param(
+            "qwen3_moe",
+            TEXT_235B_A22B,
+            AGAIN | {"dispatches_tokens": True},
+            marks=pytest.mark.variant,
+            id="235B-A22B, computed again, experts divided",
+        ),
+        pytest.param("qwen3_5_text", LINEAR_9B, {}, id="Qwen3.5-9B"),
+        pytest.param("qwen3_5_text", LINEAR_9B, AGAIN, id="Qwen3.5-9B, computed again"),
     ],
-    ids=["2B", "30B-A3B, computed again", "Qwen3.5-9B", "Qwen3.5-9B, computed again"],
 )
 def test_torchs_tracker_counts_as_much(
-    family: str, text: dict[str, Any], recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, text: dict[str, Any], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In rows of 8,192 tokens, with published widths and a few layers: on tensors without memory it counts the same."""
     tracker = tracking_beside(monkeypatch)
     row = RowShape(num_tokens=8192, num_prompt_tokens=2048, num_image_tokens=0, num_responses=8)
     shape = shape_of(FAMILIES[family], tmp_path, **text)
-    counted = total_bytes(shape, row, **SETTINGS | {"gradient_checkpointing": recomputes})
+    counted = total_bytes(shape, row, **SETTINGS | settings)
     assert counted == pytest.approx(beside_weights(tracker), rel=1e-3)
 
 
