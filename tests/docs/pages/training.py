@@ -89,7 +89,7 @@ PAGES = (
             "penstock sft recipes/tiny-sft-cpu.toml": "penstock sft recipes/tiny-sft-cpu.toml --trainer.num_steps=4 "
             "--trainer.optimizer.warmup_steps=0 --run.folder=runs/tiny-sft",
             "--resume runs/tiny-sft-cpu-<start>": "--resume runs/tiny-sft --trainer.num_steps=6",
-            "step-000100": "step-000006 --trainer.num_steps=3",
+            "step-000100/model": "step-000006/model --trainer.num_steps=3",
             "runs/tiny-sft-cpu-<start>": "runs/tiny-sft",
             "penstock eval recipes/tiny-sft-cpu.toml": "penstock eval recipes/tiny-sft-cpu.toml "
             "--evaluation.sets.held_out.num_prompts=8",
