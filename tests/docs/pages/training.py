@@ -72,12 +72,20 @@ PAGES = (
     Page(
         "docs/training/replay.md",
         Run("penstock train"),
-        Run("penstock replay"),
+        Run(
+            "penstock replay",
+            left_out={
+                "penstock replay .* --demonstrations": "the run has none: "
+                "tests/integration/trainer/replay/test_replay_of_demonstrations.py has such a run"
+            },
+        ),
         Run("penstock replay"),
         NotRun("groups/step-000012", LAYOUT),
         instead={
             "--trainer.record_groups=true": _RECORDED,
             "runs/tiny-cpu-20260101-120000": "runs/recorded",
+            # By the third step all groups are stale.
+            "RUN --step 12 --trainer.max_staleness=0": "RUN --step 1 --trainer.max_staleness=0",
             "RUN": "runs/recorded",
             "--step 12": "--step 3",
         },
