@@ -111,10 +111,11 @@ PAGES = (
         Run("penstock view"),
         Run("penstock status"),
         instead={
+            "penstock view runs": "penstock view --port=0 runs",
             "runs/tiny-cpu-<time>": "runs/first",
             "RECIPE": "tiny-cpu --trainer.num_steps=3",
             "RUN": "runs/first",
         },
-        stays={"penstock view runs": "http://"},
+        stays={"penstock view --port=0": "http://"},
     ),
 )
