@@ -54,6 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sequence ratios and entropy": {
         "algorithm": {
             "ratio": "sequence",
+            "correction": {"level": "sequence"},
             "aggregation": {"kind": "sequence"},
             "entropy": {"kind": "bonus", "coef": 0.01},
         },
