@@ -13,15 +13,15 @@ from penstock.model.families.experts import num_experts
 from services.trainer.backend.policy.experts.expert_dispatch import divide_experts
 from services.trainer.backend.policy.experts.mixture import experts_of, set_mixture_precision
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
-from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.checks.expert_parallel import require_divisible
-from services.trainer.config import BackendConfig, OptimizerConfig, TrainerConfig
+from services.trainer.config import TrainerConfig
 from tests.support.trainer.checkpoints import averages_of as averages_in
 from tests.support.trainer.families import MIXTURES, heard, random_qwen3_moe, write_model
 from tests.support.trainer.ranks.rank_pool import RankPool
-from tests.support.trainer.ranks.ranked_groups import groups_of
+from tests.unit.backend.ranks.run_sequence_parallel import supervised
 from tests.unit.backend.ranks.test_mixed_precision import ROWS as BFLOAT16_ROWS
 from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, steps_of, trained, weights_of
+from tests.unit.backend.ranks.test_sequence_parallel import require_same_gradients
 
 NUM_EXPERTS = 12
 """What 2 and 4 ranks divide; 4 ranks of which 2 own the same 6 experts hold 3 each, or all 12 if each owns 3."""
@@ -189,23 +189,9 @@ def test_a_checkpoint_is_of_no_division_of_experts(four: RankPool, text_model: P
         )
 
 
-def supervised(ranks: Ranks, path: Path, expert_parallel: int) -> tuple[dict[str, torch.Tensor], list[Any], float]:
-    """Weights, metrics and a measured loss after two supervised steps."""
-    config = BackendConfig(device="cpu", micro_batch_tokens=90, optimizer=OptimizerConfig(learning_rate=1e-3))
-    backend = InProcessSupervisedBackend(path, config, seed=0, expert_parallel=expert_parallel, ranks=ranks)
-    backend.load(None)
-    sequences = [sequence for group in groups_of(path) for sequence in group.sequences]
-    metrics = [backend.step(sequences), backend.step(sequences[3:])]
-    weights = {name: weight.clone() for name, weight in backend._model.weights.named()}
-    return weights, metrics, backend.measure(sequences).total
-
-
-def test_supervised_steps_are_those_of_one_rank(two: RankPool, model: Path) -> None:
-    """And measured losses are. AdamW enlarges the rounding of small gradients: a fiftieth of a step is allowed."""
-    alone = supervised(ALONE, model, 1)
-    for together in two.run(supervised, model, 2):
-        assert_same(alone[:2], together[:2], atol=2e-5)
-        assert together[2] == pytest.approx(alone[2], rel=1e-5)
+def test_a_supervised_step_is_that_of_one_rank(two: RankPool, model: Path) -> None:
+    """Its gradient, loss and entropy, and the loss that was measured before it."""
+    require_same_gradients(supervised(ALONE, model, {}), two.run(supervised, model, {"expert_parallel": 2}))
 
 
 def test_bfloat16_gradients_are_those_of_one_rank(two: RankPool, model: Path) -> None:

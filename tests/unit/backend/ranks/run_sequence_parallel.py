@@ -98,10 +98,10 @@ def test_attention_over_any_row_is_that_of_one_rank(four: RankPool) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def supervised(ranks: Ranks, path: Path, sequence_parallel: int) -> tuple[dict[str, torch.Tensor], list[Any], Any]:
+def supervised(ranks: Ranks, path: Path, shared: dict[str, int]) -> tuple[dict[str, torch.Tensor], list[Any], Any]:
     """Averages of the gradient that the rank writes, and of the step loss, norm, entropy, and the loss before it."""
     config = BackendConfig(device="cpu", micro_batch_tokens=90, optimizer=OptimizerConfig(learning_rate=1e-3))
-    backend = InProcessSupervisedBackend(path, config, seed=0, sequence_parallel=sequence_parallel, ranks=ranks)
+    backend = InProcessSupervisedBackend(path, config, seed=0, ranks=ranks, **shared)
     backend.load(None)
     sequences = [sequence for group in groups_of(path) for sequence in group.sequences]
     measured = backend.measure(sequences)
@@ -113,7 +113,7 @@ def supervised(ranks: Ranks, path: Path, sequence_parallel: int) -> tuple[dict[s
 
 def test_a_supervised_step_is_that_of_one_rank(two: RankPool, model: Path) -> None:
     """Its gradient, loss and entropy, and the loss that was measured before it."""
-    require_same_gradients(supervised(ALONE, model, 1), two.run(supervised, model, 2))
+    require_same_gradients(supervised(ALONE, model, {}), two.run(supervised, model, {"sequence_parallel": 2}))
 
 
 def test_bfloat16_gradients_are_near_those_of_one_rank(two: RankPool, model: Path) -> None:
