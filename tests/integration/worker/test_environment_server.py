@@ -65,19 +65,23 @@ async def test_an_environment_may_stop_waiting_for_a_verdict(tmp_path: Path) -> 
             await environment.close()
 
 
+async def play_until_it_fails(url: str) -> None:
+    """An episode of three calls, of which the last one fails."""
+    async with EnvironmentRegistry(WorkerConfig(environments={"Echo": {"url": url}}).environments) as registry:
+        environment = registry.find("Echo")()
+        await environment.reset(make_task())
+        await environment.step(turn("grade 3"))
+        with pytest.raises(EnvironmentFailedError):
+            await environment.step(turn("grade fail"))
+        await environment.close()
+
+
 async def test_a_server_records_each_call_of_an_environment(bus: Bus, nats_url: str, run_name: str) -> None:
     """In the trace of the run that its recipe names: sample, turn, the time with its verdicts, and how it failed."""
     of_run = (f"--bus.url={nats_url}", f"--run.name={run_name}", "--name=env-0")
     reader = SpanReader(bus)
     with environment_server(ECHO, *of_run) as server:
-        tables = WorkerConfig(environments={"Echo": {"url": server.url}}).environments
-        async with EnvironmentRegistry(tables) as registry:
-            environment = registry.find("Echo")()
-            await environment.reset(make_task())
-            await environment.step(turn("grade 3"))
-            with pytest.raises(EnvironmentFailedError):
-                await environment.step(turn("grade fail"))
-            await environment.close()
+        await play_until_it_fails(server.url)
         found: list[Any] = []
 
         async def are_there() -> bool:
@@ -104,14 +108,7 @@ async def test_a_server_shows_prometheus_what_it_does(tmp_path: Path, monkeypatc
     folder.mkdir()
     settings = ("--metrics.port=0", f"--run.folder={folder}", "--name=env-0", "--environment_server.max_episodes=7")
     with environment_server(ECHO, *settings) as server:
-        tables = WorkerConfig(environments={"Echo": {"url": server.url}}).environments
-        async with EnvironmentRegistry(tables) as registry:
-            environment = registry.find("Echo")()
-            await environment.reset(make_task())
-            await environment.step(turn("grade 3"))
-            with pytest.raises(EnvironmentFailedError):
-                await environment.step(turn("grade fail"))
-            await environment.close()
+        await play_until_it_fails(server.url)
         [target] = json.loads((tmp_path / "prometheus" / "mine-1.env-0.json").read_text())
         [address] = target["targets"]
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=HANG_S) as http:
