@@ -1,24 +1,12 @@
 """Checks that this account may read a recipe's data sets on the Hugging Face Hub from here."""
 
-from collections.abc import Iterator
-
 from penstock.errors import DataError, SetupError, UnavailableError
 from services.doctor.finding import Finding, blamed, ok, warning
+from services.launch.settings.hub_data import hub_sources
 from services.recipe import Recipe
-from services.trainer.data.config import SourceConfig
 from services.trainer.data.sources import hub
-from services.trainer.data.sources.files import split_slice
 
 TIMEOUT_S = 5.0
-
-
-def hub_sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield id and revision of each data set, for training, demonstrations and evaluation, once each."""
-    sources: list[SourceConfig] = [*recipe.data.by_name.values(), *recipe.evaluation.sets.values()]
-    if recipe.demonstrations is not None:
-        sources += recipe.demonstrations.by_name.values()
-    found = {(split_slice(path)[0], source.revision): None for source in sources for path in source.paths}
-    return ((repo, revision) for repo, revision in found if hub.is_hub_id(repo))
 
 
 def check_hub(recipe: Recipe) -> Finding:

@@ -12,10 +12,12 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.files import write_atomically
+from penstock.runtime.imports import import_with_extra
 from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
+from services.launch.checks.precision import require_same_precision
 from services.launch.run_folder import RunFolder, dump_repeatable
 from services.launch.run_plan import make_plan
-from services.launch.settings import hub_models, service_settings
+from services.launch.settings import hub_data, hub_models, service_settings
 from services.launch.slurm import submission
 from services.launch.slurm.placement import NodeShare, place
 from services.launch.slurm.script import job_script
@@ -44,19 +46,21 @@ def slurm(
             f"launch.backend = {settings.launch.backend!r}: a job of `penstock slurm` starts each node's processes "
             "there; leave it out"
         )
-    if not settings.slurm.container_image:  # else model and data may be in the container only
-        settings = _checked(settings)
     shares = place(settings, num_nodes=nodes)
+    require_same_precision(settings, has_gpus=settings.slurm.gpus_per_node > 0)  # the first node may have no engine
     plan = make_plan(_of_node(settings, shares[0]), _gpus(settings), own_bus=not settings.bus.url)
     for share in shares[1:]:
         make_plan(_of_node(settings, share), _gpus(settings), own_bus=False, trains=False)
     _require_not_begun(settings.run)
+    unfetched: list[str] = []
+    if not settings.slurm.container_image:  # else model and data may be in the container only
+        settings, unfetched = _checked(settings)
     folder = RunFolder.create(settings.run)
     absolute = folder.path.absolute()
     script = absolute / "job.sh"
     job = job_script(settings, absolute, shares, working_directory=Path.cwd())
     _write(absolute, {"recipe.toml": dump_repeatable(settings), script.name: job})
-    lines = [f"run folder {absolute}", *plan.describe(), *_others(shares)]
+    lines = [f"run folder {absolute}", *plan.describe(), *_others(shares), *unfetched]
     if dry_run:
         lines.append(f"not submitted; read {script}, then `sbatch {script}`")
     else:
@@ -65,17 +69,26 @@ def slurm(
     return 0
 
 
-def _checked(recipe: Recipe) -> Recipe:
-    """Check what `penstock train` checks, as far as it needs no download; return the recipe with its cached models.
+def _checked(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Check what `penstock train` checks, as far as it needs no download.
+
+    Returns:
+        The recipe with its cached models, and a line for each model and data set that the cache lacks.
 
     Raises:
         ConfigError: the recipe does not fit its model or data.
+        DataError: a row is wrong.
     """
     service_settings.require_inputs_without_model(recipe)
     recipe, unfetched = hub_models.with_cached_models(recipe)
     if not unfetched:
         service_settings.require_inputs(recipe)
-    return recipe
+    rows = import_with_extra("services.launch.checks.row_check", "penstock slurm", extra="trainer")
+    with_sets = recipe.evaluation.is_in_training
+    uncached = hub_data.describe_uncached(recipe, with_sets=with_sets)
+    if not uncached:
+        rows.check_rows(recipe, with_sets=with_sets, say=typer.echo)
+    return recipe, [*unfetched, *uncached]
 
 
 def _require_not_begun(run: RunConfig) -> None:

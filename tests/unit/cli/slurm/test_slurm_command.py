@@ -1,6 +1,7 @@
 """What `penstock slurm` writes and refuses; what its sbatch file does: test_slurm_job.py."""
 
 import errno
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -17,6 +18,9 @@ from services.launch.slurm.placement import NodeShare, place
 from services.launch.slurm.script import job_script
 from services.recipe import Recipe
 from tests.unit.cli.test_cli import assert_mistake, penstock
+
+FULL_NODES = ("--slurm.gpus_per_node=8", "--rollout.replicas=8", "--trainer.ranks=8")
+"""The example of docs/operation/slurm.md: all engines are on the second node, the trainer is on the first."""
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -215,6 +219,11 @@ def test_a_run_in_a_given_folder_is_repeated_in_another(tmp_path: Path) -> None:
         (("--launch.backend=ray",), ("launch.backend = 'ray'", "leave it out")),
         (("--data.profile=mth",), ("data.profile = 'mth' is unknown", "did you mean 'math'?")),
         (("--metrics.port=9400",), ("metrics.port = 9400",)),
+        ((*FULL_NODES, "--trainer.dtype=float32"), ("engines hold bfloat16", "the trainer pushes float32")),
+        (
+            ("--slurm.gpus_per_node=8", "--rollout.replicas=1", "--trainer.device=cpu"),
+            ("engines hold bfloat16", "the trainer pushes float32"),
+        ),
     ],
 )
 def test_mistakes_are_named_before_anything_is_submitted(
@@ -225,6 +234,29 @@ def test_mistakes_are_named_before_anything_is_submitted(
     result = penstock("slurm", "tiny-cpu", "--nodes=2", "--dry-run", f"--run.dir={runs}", *arguments)
     assert_mistake(result, *words)
     assert not runs.exists()
+
+
+def test_a_wrong_row_is_named_before_anything_is_submitted(tmp_path: Path) -> None:
+    """As by `penstock train`: no job waits in the queue for it, and no run folder is left."""
+    file, runs = tmp_path / "rows.jsonl", tmp_path / "runs"
+    rows = [{"problem": "1 + 1?", "answer": "2"}, {"problem": "1 + 2?", "answer": ""}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = (f"--data.path={file}", f"--data.cache_dir={tmp_path}/cache", f"--run.dir={runs}")
+    assert_mistake(penstock("slurm", "tiny-cpu", "--dry-run", *given), f"{str(file)!r}, row 1:", "repair the row")
+    assert not runs.exists()
+
+
+def test_what_would_be_downloaded_is_not_checked(tmp_path: Path) -> None:
+    """It is said beside the job; the nodes fetch it."""
+    inputs = ("--model.path=owner/unfetched-model", "--data.path=owner/unfetched-rows")
+    shown = penstock("slurm", "tiny-cpu", "--dry-run", f"--run.dir={tmp_path}", *inputs)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "model.path owner/unfetched-model would be fetched from the Hugging Face Hub; it was not checked\n" in (
+        shown.stdout
+    )
+    assert "data set owner/unfetched-rows would be fetched from the Hugging Face Hub; no rows were checked\n" in (
+        shown.stdout
+    )
 
 
 @pytest.mark.parametrize("is_new", [True, False])
