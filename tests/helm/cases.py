@@ -16,9 +16,10 @@ PAIRS = {
         "pools": {
             "unified": None,
             "prefill": {"role": "prefill", "gpus": 2, "settings": ["rollout.tensor_parallel=2"]},
-            "decode": {"role": "decode", "replicas": 4, "nodeSelector": {"gpu": "h200"}},
+            "decode": {"role": "decode", "replicas": 4, "gpus": 1, "nodeSelector": {"gpu": "h200"}},
         }
-    }
+    },
+    "trainer": {"gpus": 1},
 }
 CLAIMS = {
     "models": {"existingClaim": "models"},
@@ -49,6 +50,7 @@ EVERYTHING = {
         "volumeMounts": [{"name": "more", "mountPath": "/more"}],
     },
     "reward": {"autoscaling": {"enabled": False}, "replicas": 3},
+    "rollout": {"defaults": {"gpus": 1}},
     "trainer": {"gpus": 4, "settings": ["trainer.ranks=4"], "jobLabels": {"kueue.x-k8s.io/queue-name": "research"}},
     "monitoring": {"serviceMonitor": True, "rules": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {"internet": False, "egress": {"reward": [{"to": [{"ipBlock": {"cidr": "10.0.0.9/32"}}]}]}},

@@ -8,6 +8,7 @@ import yaml
 
 from penstock import config as configuration
 from penstock import shipped
+from services.launch.checks.given_gpus import require_gpus
 from services.launch.launcher import KILL_MARGIN_S
 from services.recipe import Recipe
 from tests.helm.cases import CASES, EVERYTHING, PAIRS, ROOT, TEXT, TLS
@@ -112,7 +113,11 @@ def test_processes_take_their_arguments(objects: list[Object]) -> None:
         assert loaded.run.name in ("demo", "second")
         assert bool(loaded.bus.url) == (name != "reward")
         rest = {each.partition("=")[0] for each in arguments[2:]} - {each.partition("=")[0] for each in overrides}
-        assert rest == ({"--stopped-exit-code"} if name == "trainer" else set())
+        gpus = container["resources"]["limits"].get("nvidia.com/gpu")
+        assert rest == {*(["--stopped-exit-code"] if name == "trainer" else []), *(["--gpus"] if gpus else [])}
+        if gpus:
+            assert f"--gpus={gpus}" in arguments
+            require_gpus(loaded, name, num_gpus=gpus)
         if name in ("rollout", "trainer"):
             assert loaded.network.advertise_host == "10.0.0.7"
         if name == "worker":
