@@ -1,16 +1,18 @@
 """What Helm refuses in the values of the chart, before anything is installed. Part of `make test-helm`."""
 
+import json
 import re
 from typing import Any
 
 import helm_python
+import kubernetes_validate
 import pytest
 
 from penstock import config as configuration
 from penstock import shipped
 from services.recipe import Recipe
 from tests.helm.cases import TEXT
-from tests.helm.chart import containers, render
+from tests.helm.chart import CHART, containers, render
 
 MISTYPED = {
     "replica": {"router": {"replica": 2}},
@@ -39,6 +41,82 @@ def test_a_mistyped_value_is_named(name: str) -> None:
     where = next(iter(MISTYPED[name]))
     assert name in str(refused.value) or where in str(refused.value)
     assert where in str(refused.value)
+
+
+MISTYPED_OBJECTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"router": {"env": [{"name": "A", "vlaue": "1"}]}}, "/router/env/0", "vlaue"),
+    (
+        {"trainer": {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "a", "kee": "b"}}}]}},
+        "/trainer/env/0/valueFrom/secretKeyRef",
+        "kee",
+    ),
+    ({"worker": {"volumes": [{"name": "a", "emptydir": {}}]}}, "/worker/volumes/0", "emptydir"),
+    (
+        {"nats": {"volumes": [{"name": "a", "persistentVolumeClaim": {"claimNam": "b"}}]}},
+        "/nats/volumes/0/persistentVolumeClaim",
+        "claimNam",
+    ),
+    ({"worker": {"volumeMounts": [{"name": "a", "mountpath": "/a"}]}}, "/worker/volumeMounts/0", "mountpath"),
+    ({"rollout": {"defaults": {"tolerations": [{"kee": "a"}]}}}, "/rollout/defaults/tolerations/0", "kee"),
+    (
+        {"rollout": {"pools": {"unified": {"affinity": {"nodeAfinity": {}}}}}},
+        "/rollout/pools/unified/affinity",
+        "nodeAfinity",
+    ),
+    ({"reward": {"allowFrom": [{"podSelector": {"matchLabel": {}}}]}}, "/reward/allowFrom/0/podSelector", "matchLabel"),
+    ({"monitoring": {"allowFrom": [{"pod": {}}]}}, "/monitoring/allowFrom/0", "pod"),
+    ({"networkPolicy": {"egress": {"worker": [{"too": []}]}}}, "/networkPolicy/egress/worker/0", "too"),
+]
+
+
+@pytest.mark.parametrize(("values", "place", "name"), MISTYPED_OBJECTS, ids=[name for *_, name in MISTYPED_OBJECTS])
+def test_a_mistyped_name_in_an_object_of_kubernetes_is_named(values: dict[str, Any], place: str, name: str) -> None:
+    """With its place, before anything is installed."""
+    with pytest.raises(helm_python.HelmError) as refused:
+        render(values)
+    assert f"'{place}'" in str(refused.value)
+    assert f"'{name}'" in str(refused.value)
+
+
+VERSION = "1.37"
+OPEN_VOLUME = {"type": ["object", "null"]}
+"""What the schema says of kinds of volume whose forms it leaves out."""
+FORMS = r"io\.k8s\.(api\.(core|networking)\.v1|apimachinery)\."
+"""Where Kubernetes defines what the values may have; other groups have objects of the same names."""
+
+
+def test_the_schema_has_kubernetes_own_forms() -> None:
+    """What of them is copied into values.schema.json has no name more and none less."""
+    listed = kubernetes_validate.utils.schema_contents(
+        f"kubernetes-json-schema/v{VERSION}.0-local-strict/_definitions.json", VERSION
+    )["$defs"]
+    forms = {name.rpartition(".")[2]: form for name, form in listed.items() if re.match(FORMS, name)}
+    copied = json.loads((CHART / "values.schema.json").read_text())["definitions"]
+    kinds = {name for name in copied if name[0].isupper()}
+    assert {"EnvVar", "Volume", "NetworkPolicyPeer"} <= kinds
+    for name in kinds:
+        wanted = copied_form(forms[name])
+        if name == "Volume":
+            own = copied[name]["properties"]
+            for key in wanted["properties"].keys() & own.keys():
+                if own[key] == OPEN_VOLUME:
+                    wanted["properties"][key] = OPEN_VOLUME
+        assert copied[name] == wanted, name
+
+
+def copied_form(form: Any) -> Any:
+    """A definition of Kubernetes as the schema of the values has it: without descriptions, and with its references."""
+    if isinstance(form, list):
+        return [copied_form(each) for each in form]
+    if not isinstance(form, dict):
+        return form
+    if "$ref" in form:
+        return {"$ref": f"#/definitions/{form['$ref'].rpartition('.')[2]}"}
+    return {
+        key: copied_form(value)
+        for key, value in form.items()
+        if not key.startswith("x-") and not (key in ("description", "default", "format") and isinstance(value, str))
+    }
 
 
 TENSOR_PARALLEL = ["rollout.tensor_parallel=2"]
