@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.config import load
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SetupError
 from services.recipe import Recipe
 from tests.support.launch.fake_ray import Remote, faking_ray
 
@@ -67,6 +68,45 @@ async def test_a_host_is_checked_with_the_launcher_s_variables(
     await cluster.look()
     assert [host.unfit or host.unfit_for for host in cluster.hosts] == [{}]
     assert [(each["HF_TOKEN"], "PATH" in each) for each in handed] == [("hf_launchers", False)]
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "remedy"),
+    [
+        (
+            ConnectionError("Could not find any running Ray instance."),
+            "there is no Ray cluster on this machine; ",
+            "start one with `ray start --head`, join one with `ray start --address=HEAD:6379`, or submit the run with "
+            "`ray job submit`",
+        ),
+        (
+            RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.60.0\n    Python: 3.12.3"),
+            "Version mismatch: The cluster was started with: Ray: 2.60.0 Python: 3.12.3; ",
+            "this machine must be a node of the cluster (`ray start --address=HEAD:6379`) with the cluster's versions "
+            "of Python and Ray, or submit the run with `ray job submit`",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_cluster_that_cannot_be_joined_is_explained(
+    module: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, what: str, remedy: str
+) -> None:
+    """In one line, with what to do: by default the cluster is that of this machine, which may have none."""
+    asked: list[str] = []
+
+    def init(*, address: str, **_: Any) -> None:
+        asked.append(address)
+        raise error
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    vars(module.ray)["init"] = init
+    said = re.escape(f"launch.ray_address = 'auto': {what}{remedy}")
+    with (
+        pytest.raises(SetupError, match=f"^{said}$"),
+        module.connected(load(Recipe, [], []).launch),
+    ):
+        pytest.fail("it is not connected")
+    assert asked == ["auto"]
 
 
 @pytest.mark.parametrize(
