@@ -86,6 +86,15 @@ def test_it_holds_the_packages_the_recipes_and_the_models(wheel: Path) -> None:
     assert held == {"__init__.py", "recipes/recipe.schema.json"} | recipes | model
 
 
+def test_it_holds_every_file_of_its_packages(wheel: Path) -> None:
+    """Also those that are no Python: the template of Slurm's jobs, the contracts' types, the pages of the viewer."""
+    listed = ("git", "ls-files", "-z", "penstock", "services")
+    tracked = {*filter(None, run_apart(*listed, cwd=ROOT).split("\0"))}
+    with zipfile.ZipFile(wheel) as archive:
+        assert tracked - {*archive.namelist()} == set()
+    assert {"services/launch/slurm/job.sh.in", "services/view/static/index.html"} <= tracked
+
+
 def test_its_environment_has_what_it_requires_alone(installed: Path, tmp_path: Path) -> None:
     """As an empty one into which pip installs it: no package of an extra is there, and none of the checkout's."""
     program = (
