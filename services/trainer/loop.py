@@ -153,8 +153,8 @@ class TrainingLoop:
         pushes, writes, settlements, evaluations = (Lane(tasks) for _ in range(4))
         self._may_update.set()
         self._is_copied.set()
-        if self.evaluator is not None and self.evaluator.is_interrupted:
-            evaluations.start(self._go_on_evaluating(stop))
+        if self.evaluator is not None and (interrupted := self.evaluator.interrupted) is not None:
+            evaluations.start(self._go_on_evaluating(*interrupted, stop))
         while self.position.num_steps_left and not stop.is_set():
             clock = StepClock(self.now)
             if self._is_evaluation_due():
@@ -242,11 +242,12 @@ class TrainingLoop:
             await self.until_wrong(lambda: unless_stopped(evaluate(), stop), stop)
         self._may_update.set()
 
-    async def _go_on_evaluating(self, stop: asyncio.Event) -> None:
-        """Go on with the evaluation that a kill or a stop interrupted, or until `stop`."""
+    async def _go_on_evaluating(self, step: int, version: int, stop: asyncio.Event) -> None:
+        """Go on with the evaluation of `step` that a kill or a stop interrupted, or until `stop`."""
         assert self.evaluator is not None, "nothing was interrupted without an evaluator"
         go_on = functools.partial(self.evaluator.go_on, has_received_all=self.collector.has_everything)
-        await self.until_wrong(lambda: unless_stopped(go_on(), stop), stop)
+        with spans.recorded("evaluation", step=step, version=version):
+            await self.until_wrong(lambda: unless_stopped(go_on(), stop), stop)
 
     async def _compute_batch(self, stop: asyncio.Event, clock: StepClock) -> list[Finished] | None:
         """Compute the groups of a step as they come; None, and no step, if `stop` is set while some are missing."""

@@ -132,9 +132,9 @@ class Evaluator:
             self._interrupted_hold_out = await self._holding.go_on(self._interrupted)
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether there is an interrupted evaluation for `go_on`."""
-        return self._interrupted is not None
+    def interrupted(self) -> tuple[int, int] | None:
+        """Step and version of the interrupted evaluation for `go_on`; None if there is none."""
+        return None if self._interrupted is None else (self._interrupted.step, self._interrupted.kept.version)
 
     async def go_on(self, *, has_received_all: Callable[[], Awaitable[bool]]) -> None:
         """Play the rest of the evaluation that an earlier trainer began, with the same version; call `open` first.

@@ -269,7 +269,7 @@ async def test_an_evaluation_that_goes_on_plays_a_changed_set_anew(
     weights = WeightSnapshot.take(7, NamedWeights.of(weights_of(7)), max_bucket_bytes=8192)
     KeptWeights.write(folder_of(tmp_path, 4) / "weights", weights)
     again = await open_evaluator(bus, tmp_path, epoch="b", logged=[], num_samples=4, holding=Holding())
-    assert again.is_interrupted
+    assert again.interrupted == (4, 7)
     going_on = asyncio.create_task(again.go_on(has_received_all=is_complete))
     for prompt in await take_prompts(bus):
         await again.receive(played(prompt, tiny_model_path, rewards=[1.0, 0.0, 0.0, 0.0]))

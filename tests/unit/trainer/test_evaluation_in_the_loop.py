@@ -1,8 +1,13 @@
 """When the training loop evaluates, and what waits for it."""
 
 import asyncio
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from penstock.telemetry import spans
 from penstock.v1 import trainer_pb2
 from services.trainer.admission.group_state import GroupStatus
 from tests.support.trainer.runs.gated_loop import GatedEvaluator, running
@@ -43,6 +48,33 @@ async def test_steps_go_on_beside_an_evaluation_that_holds_replicas_out(tmp_path
         evaluator.is_played.set()
         await promptly(run.task)
         assert (run.position.step, evaluator.began, evaluator.done) == (3, [(0, 1), (2, 3)], [0, 2])
+
+
+@pytest.fixture
+def buffer() -> Iterator[spans.SpanBuffer]:
+    """The spans of this process."""
+    yield spans.open_buffer("trainer")
+    spans.close_buffer()
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+async def test_an_evaluation_has_a_span(tmp_path: Path, buffer: spans.SpanBuffer, is_resumed: bool) -> None:
+    """Also one that goes on after a restart, beside the steps: the span of a trainer that was killed never ends."""
+    evaluator = GatedEvaluator(3, holds_out=True, interrupted=(0, 1)) if is_resumed else GatedEvaluator(3)
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.checkpoints.on_disk.set()
+        run.backend.go_on(100)
+        for first in (0, 4, 8):
+            run.finish(*range(first, first + 4))
+            while run.position.step < first // 4 + 1:
+                await asyncio.sleep(0)
+        evaluator.is_played.set()
+        await promptly(run.task)
+    batch = json.loads(buffer.take_batch(len(buffer))[0])
+    found = [about for name, _, _, about in batch["spans"] if name == "evaluation"]
+    resumed = [{"step": 0, "version": 1}] if is_resumed else []
+    assert found == [*resumed, {"step": 3, "version": 4}]
+    assert evaluator.done == [each["step"] for each in found]
 
 
 async def test_waiting_for_an_evaluation_is_the_phase_while_a_checkpoint_is_written(tmp_path: Path) -> None:

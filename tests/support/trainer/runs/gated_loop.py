@@ -189,12 +189,11 @@ class SlowSettlements(GatedCheckpoints):
 class GatedEvaluator:
     """Evaluates the given steps, each until the test says that it is played."""
 
-    is_interrupted = False
-
-    def __init__(self, *steps: int, holds_out: bool = False) -> None:
-        """Nothing has been evaluated; whether replicas are held out."""
+    def __init__(self, *steps: int, holds_out: bool = False, interrupted: tuple[int, int] | None = None) -> None:
+        """Nothing has been evaluated; whether replicas are held out, and what an earlier trainer began."""
         self._due = set(steps)
         self.holds_out = holds_out
+        self.interrupted = interrupted
         self.began: list[tuple[int, int]] = []
         self.done: list[int] = []
         self.is_played = asyncio.Event()
@@ -202,6 +201,12 @@ class GatedEvaluator:
     def is_due(self, step: int) -> bool:
         """Until it is done."""
         return step in self._due
+
+    async def go_on(self, *, has_received_all: Any) -> None:
+        """Wait for the test."""
+        assert self.interrupted is not None
+        await promptly(self.is_played.wait())
+        self.done.append(self.interrupted[0])
 
     async def evaluate(
         self, step: int, version: int, *, has_received_all: Any, on_held_out: Callable[[], None] | None
