@@ -161,7 +161,10 @@ class RunReader:
             raise NotThereError(f"run {self.name!r} has no kept group number {number}; it has {len(index)}")
         entry = index[place]
         if entry["number"] != number:
-            raise NotThereError(f"group number {number} was deleted to keep the folder below episodes.max_gib")
+            raise NotThereError(
+                f"group number {number} is gone: it was deleted to keep the folder below episodes.max_gib, or its step "
+                "came after the checkpoint from which the run went on"
+            )
         if _EPISODES_FILE.fullmatch(str(entry["file"])) is None:
             raise NotThereError(f"the index of {self.name!r} names no file of groups: {entry['file']!r}")
         data = self._description(entry)

@@ -117,6 +117,20 @@ def test_a_group_keeps_its_number_when_older_ones_are_deleted(tmp_path: Path) ->
                 run.episode(number)
 
 
+def test_a_group_that_is_played_again_after_a_restart_has_another_number(tmp_path: Path) -> None:
+    """The address of the one that was discarded says that it is gone, and which are left."""
+    run, episodes = RunReader(tmp_path), tmp_path / "episodes"
+    for last_step in (0, 1):
+        files = EpisodeFiles(episodes, last_step=last_step, max_bytes=1e9)
+        for step in range(last_step + 1, 4):
+            add_group(files, step=step, index=step, text=f"after step {last_step}")
+    assert [(entry["number"], entry["step"]) for entry in run.episodes()] == [(0, 1), (3, 2), (4, 3)]
+    for number in (1, 2):
+        with pytest.raises(NotThereError, match=rf"number {number} is gone: .* checkpoint from which the run went on"):
+            run.episode(number)
+    assert json.loads(run.episode(3))["samples"][0]["text"] == "after step 1"
+
+
 @pytest.mark.parametrize(
     "name", ["../../config.toml", f"{SHA}.html", f"/{SHA}.png", f"{SHA}.png/..", "ab" * 31 + ".png"]
 )

@@ -151,6 +151,7 @@ class EpisodeFiles:
             self._count(_DISCARDED_STEP, path.stat().st_size)
         for raw, line in _lines(self._folder / _DISCARDED_INDEX):
             self._count(_DISCARDED_STEP, len(raw) + 1, line.image_files)
+            self._next_number = max(self._next_number, line.number + 1)
 
     def _count(self, number: int, num_bytes: int, image_files: Iterable[str] = ()) -> None:
         step = self._steps[number]

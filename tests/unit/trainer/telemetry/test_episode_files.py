@@ -179,6 +179,19 @@ def test_a_full_disk_leaves_no_group_that_nobody_counts(tmp_path: Path, monkeypa
     assert [entry["step"] for entry in index_of(tmp_path)] == [1, 3]
 
 
+def test_a_number_is_never_given_again(tmp_path: Path) -> None:
+    """Not that of a group that was discarded, over several restarts and after what they left behind was deleted."""
+    numbers: list[int] = []
+    for size in (400, 400, 6000):
+        files = EpisodeFiles(tmp_path, last_step=1, max_bytes=12_000)
+        for step in (2, 3):
+            add(files, step, size=size)
+            numbers.append(index_of(tmp_path)[-1]["number"])
+    assert not (tmp_path / "index-discarded.jsonl").exists()
+    add(EpisodeFiles(tmp_path, last_step=3, max_bytes=12_000), 4)
+    assert [*numbers, index_of(tmp_path)[-1]["number"]] == [*range(7)]
+
+
 def test_a_line_that_a_full_disk_cut_off_takes_no_other_along(tmp_path: Path) -> None:
     """The run goes on, and so do both files."""
     files = EpisodeFiles(tmp_path, last_step=1, max_bytes=1e9)
