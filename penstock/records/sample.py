@@ -74,6 +74,7 @@ class Turn(Record, frozen=True, kw_only=True):
     """One Generate call of an episode, and the environment's answer to it.
 
     Times are 0 where they are not known: in recorded calls that are made samples, and in records of earlier releases.
+    Those have no `tools` either.
     """
 
     replica_id: str
@@ -89,6 +90,9 @@ class Turn(Record, frozen=True, kw_only=True):
     """Seconds before the first tokens: queues, retries and prefill."""
     generated_s: float = 0.0
     """Seconds from the first chunk to the last."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the policy called, in order, as it wrote them; each has at most 64 characters.
+    Empty if the environment was not asked, and in an agent's session."""
     environment_s: float = 0.0
     """Seconds of the environment's step, including verdicts that it asked for; also 0 if it was not asked, and in an
     agent's session."""

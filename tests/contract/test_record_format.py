@@ -106,12 +106,13 @@ def test_an_answer_that_an_earlier_release_recorded_is_read() -> None:
 
 
 def test_a_turn_that_an_earlier_release_played_is_read() -> None:
-    """It says neither when it began nor how long its environment took."""
+    """It says neither when it began, nor which tools it called, nor how long its environment took."""
     wire = msgpack.unpackb(bytes.fromhex(GROUP_WIRE))
     [turn] = wire["samples"][0]["turns"]
-    assert (turn.pop("started_at"), turn.pop("environment_s")) == (1.5, 0.125)
+    assert [turn.pop(name) for name in ("started_at", "tools", "environment_s")] == [1.5, ["zoom"], 0.125]
     [sample] = decode(msgpack.packb(wire), Group).samples
-    assert [(turn.started_at, turn.environment_s, turn.generated_s) for turn in sample.turns] == [(0.0, 0.0, 0.25)]
+    [turn] = sample.turns
+    assert (turn.started_at, turn.tools, turn.environment_s, turn.generated_s) == (0.0, (), 0.0, 0.25)
 
 
 def test_the_name_of_a_session_keeps_its_form() -> None:

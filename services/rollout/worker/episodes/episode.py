@@ -299,6 +299,7 @@ class EpisodePlayer:
                     tools=episode.begun.first.tools,
                     template_kwargs=episode.prompt.chat_template_kwargs,
                 )
+                trajectory.add_tools(call.name for call in turn.calls)
                 with (
                     spans.recorded(
                         "tool",

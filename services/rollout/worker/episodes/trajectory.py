@@ -7,7 +7,7 @@ anything learns from them.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -22,6 +22,8 @@ FinishReasonValue: TypeAlias = generate_pb2.FinishReason.ValueType
 STOP = generate_pb2.FINISH_REASON_STOP
 LENGTH = generate_pb2.FINISH_REASON_LENGTH
 DEADLINE = generate_pb2.FINISH_REASON_DEADLINE
+_MAX_TOOL_NAME_CHARS = 64
+"""As of a `Tool`; a policy may write any name."""
 
 
 class Trajectory:
@@ -108,6 +110,11 @@ class Trajectory:
         self._turns[-1] = msgspec.structs.replace(self._turns[-1], reward=reward, metrics=dict(metrics))
         if not math.isfinite(total := sum(turn.reward or 0.0 for turn in self._turns)):
             raise ValueError(f"the rewards of its steps add up to {total}; return smaller ones")
+
+    def add_tools(self, names: Iterable[str]) -> None:
+        """Record the names of the tools that the policy called in the last turn."""
+        tools = tuple(name[:_MAX_TOOL_NAME_CHARS] for name in names)
+        self._turns[-1] = msgspec.structs.replace(self._turns[-1], tools=tools)
 
     def add_environment_time(self, seconds: float) -> None:
         """Record for how long the environment was asked about the last turn."""

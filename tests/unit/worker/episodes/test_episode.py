@@ -16,7 +16,8 @@ from penstock.errors import (
 )
 from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
-from penstock.records import Verdict, VersionSpan
+from penstock.records import Sample, Sampling, Verdict, VersionSpan
+from penstock.records.codec import decode, encode
 from penstock.v1 import generate_pb2
 from services.rollout.worker.closings import Closings
 from services.rollout.worker.episodes.trajectory import LENGTH
@@ -24,6 +25,7 @@ from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_rendering import SharedRendering
 from tests.support.image_shelf import ImageShelf
 from tests.support.worker.scripted_episodes import (
+    DONE,
     END,
     PICTURE,
     SECOND_PICTURE,
@@ -175,6 +177,22 @@ async def test_a_turn_says_when_it_began_and_how_long_its_environment_took(rende
     assert [(turn.started_at, turn.environment_s) for turn in sample.turns] == [(105.0, 3.0), (108.0, 2.0)]
     cut = await play(make_player(renderer, ScriptedPolicy(renderer, [("one", 4)], finish=LENGTH)), make_prompt())
     assert [(turn.started_at, turn.environment_s) for turn in cut.trajectory.turns] == [(110.0, 0.0)]
+
+
+async def test_a_turn_names_the_tools_that_it_called(renderer: Renderer) -> None:
+    """As the policy wrote them, whether or not there are such tools: cut, and so that the group can be sent."""
+
+    def call(name: str) -> str:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>\n'
+
+    Scripted.plays(shows("9", role="tool"), shows("9"), DONE)
+    odd = "\\ud800" + 99 * "x"
+    texts = [f"I look.\n{call('zoom')}{call('python')}{call('zoom')}", call(odd), "3"]
+    policy = ScriptedPolicy(renderer, [(text + END, 4) for text in texts])
+    prompt = make_prompt("Scripted", sampling=Sampling(temperature=1.0, max_new_tokens=500))
+    sample = (await play(make_player(renderer, policy), prompt)).to_sample(None)
+    assert [turn.tools for turn in sample.turns] == [("zoom", "python", "zoom"), ("\ufffd" + 63 * "x",), ()]
+    assert decode(encode(sample), Sample).turns == sample.turns
 
 
 async def test_an_exact_version_is_played_by_no_other(renderer: Renderer) -> None:

@@ -54,10 +54,11 @@ async def test_a_turn_is_read_in_the_form_of_the_models_template(
         chat_template_kwargs={"add_vision_id": True},
         sampling=Sampling(temperature=1.0, max_new_tokens=500),
     )
-    await play(make_player(renderer, policy), prompt)
+    episode = await play(make_player(renderer, policy), prompt)
     first, second = Zooming.last.turns
     assert (first.reasoning, first.content) == (f"maybe {CALL}", "I look.")
     assert first.calls == (ToolCall(name="zoom", arguments={"factor": "2"}),)
     assert (second.reasoning, second.content, second.calls) == (f"hm {CALL}", "", ())
+    assert [turn.tools for turn in episode.trajectory.turns] == [("zoom",), ()]
     shown = tokenizer.decode(list(policy.requests[1].input_ids))
     assert "<tool_response>\nCloser: Picture 2: <|vision_start|>" in shown
