@@ -1,12 +1,13 @@
 """How tokens are coloured and how they are read, in a real Chromium."""
 
-import base64
 import re
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from playwright.async_api import Page, Route, expect
+
+from tests.support.view_runs import column
 
 _BLUE, _ORANGE = (0, 114, 178), (213, 94, 0)
 _VIEWS = {
@@ -20,31 +21,26 @@ _VIEWS = {
 """Colour and opacity of the policy's own tokens of `_sequence` in each view: the largest value has 0.75."""
 
 
-def _column(values: Any, dtype: str = "<f4") -> str:
-    return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()
-
-
 def _sequence(prompt_images: list[str]) -> dict[str, Any]:
     """Four tokens: one is the environment's, and of the policy's own three the second has no gradient."""
     return {
-        "token_ids": _column([5, 6, 7, 8], "<i4"),
+        "token_ids": column([5, 6, 7, 8], "<i4"),
         "texts": [" own", " foreign", " untrained", " last"],
-        "own": _column([1, 0, 1, 1], "u1"),
-        "trained": _column([1, 0, 1], "u1"),
+        "own": column([1, 0, 1, 1], "u1"),
+        "trained": column([1, 0, 1], "u1"),
         "versions": [[1, 3], [2, 4]],
-        "engine_logprobs": _column([-1.0, -2.5, -5.0]),
-        "logprobs": _column([-1.5, -2.5, -4.0]),
-        "ratio": _column([0.5, 1.0, 2.0]),
-        "correction": _column([1.0, 1.0, 1.0]),
-        "advantages": _column([-1.0, 0.5, 1.0]),
-        "entropy": _column([0.6, 1.5, 3.0]),
+        "engine_logprobs": column([-1.0, -2.5, -5.0]),
+        "logprobs": column([-1.5, -2.5, -4.0]),
+        "ratio": column([0.5, 1.0, 2.0]),
+        "correction": column([1.0, 1.0, 1.0]),
+        "advantages": column([-1.0, 0.5, 1.0]),
+        "entropy": column([0.6, 1.5, 3.0]),
         "images": [*prompt_images, "cd" * 32],
     }
 
 
-@pytest.fixture
-async def page_of_group(page: Page) -> Page:
-    """A group of version 5 whose samples are `_sequence` each."""
+async def _open(page: Page, parameters: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Open a group of version 5 whose samples are `_sequence` each, after `change`."""
 
     async def answer(route: Route) -> None:
         response = await route.fetch()
@@ -52,12 +48,35 @@ async def page_of_group(page: Page) -> Page:
         group["version"] = 5
         for sample in group["samples"]:
             sample["sequences"] = [_sequence(group["images"])]
+        change(group)
         await route.fulfill(json=group)
 
     await page.route("**/api/runs/0/episodes/*", answer)
-    await page.goto(page.url.split("#")[0] + "#group?run=0&n=3")
+    await page.goto(page.url.split("#")[0] + f"#group?run=0&n=3{parameters}")
     await expect(page.locator("h1")).to_have_text("Group")
+
+
+@pytest.fixture
+async def page_of_group(page: Page) -> Page:
+    """A group of version 5 whose samples are `_sequence` each."""
+    await _open(page, "", lambda group: None)
     return page
+
+
+async def test_the_largest_difference_is_that_of_all_sequences(page: Page) -> None:
+    """An agent's sample, or one whose history was cut, has several; another one is shown if it is chosen."""
+
+    def fork(group: dict[str, Any]) -> None:
+        larger = _sequence(group["images"]) | {"logprobs": column([-1.0, -2.5, -2.0])}
+        group["samples"][1]["sequences"].append(larger)
+
+    await _open(page, "&at=difference", fork)
+    await expect(page.locator("h2", has_text="token by token")).to_have_text("Sample 1, token by token")
+    await expect(page.get_by_label("Sequence")).to_have_value("1")
+    await expect(page.locator(".hover")).to_contain_text("difference 3")
+    await page.get_by_label("Sequence").select_option("0")
+    await expect(page.locator(".hover")).to_contain_text("difference 1")
+    await expect(page.locator("h2", has_text="token by token")).to_have_text("Sample 1, token by token")
 
 
 async def _choose(page: Page, view: str) -> None:

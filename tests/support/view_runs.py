@@ -65,6 +65,11 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def column(values: Any, dtype: str = "<f4") -> str:
+    """Numbers of a sequence's tokens, as descriptions of groups have them."""
+    return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()
+
+
 def add_group(
     files: EpisodeFiles,
     *,
@@ -85,9 +90,6 @@ def add_group(
     images = files.add_images({SHA: png()})
     words = [f" {word}" for word in text.split()]
     texts = [words[place % len(words)] for place in range(num_tokens)]
-
-    def column(values: Any, dtype: str) -> str:
-        return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()
 
     own = np.ones(num_tokens, dtype=bool)
     own[num_tokens // 3 : num_tokens // 3 + num_answered] = False
@@ -114,6 +116,7 @@ def add_group(
                     "started_at": started,
                     "waited_s": 0.1,
                     "generated_s": 0.9,
+                    "tools": [],
                     "environment_s": 0.02,
                     "reward": None,
                     "metrics": {},

@@ -5,13 +5,23 @@ import { h } from "./dom.js";
 
 const REPEATED = 4; // equal tokens, from which they are counted: a picture is hundreds of them
 
-// Returns null where the environment added nothing to the sequence at `place`.
-export function conversation(sequences, place) {
+// Returns null where the environment added nothing to the sequence at `place`; `turns` are the sample's.
+export function conversation(sequences, place, turns) {
   const said = messages(sequences, place);
   return said && h("details", { open: true }, h("summary", {}, "Conversation"),
-    said.map(({ turn, text }) => h("div", { class: turn === null ? "message" : "message own" },
-      h("b", {}, turn === null ? "environment" : `policy, turn ${turn}`), text)));
+    said.map(({ turn, text }, order) => h("div", { class: turn === null ? "message" : "message own" },
+      h("b", {}, turn === null ? speaker(said, order, turns) : `policy, turn ${turn}`), text)));
 }
+
+// The environment, with the tools that the turn before called.
+function speaker(said, order, turns) {
+  const before = said[order - 1]?.turn ?? (said[order + 1]?.turn ?? 0) - 1;
+  const names = toolNames(turns[before] ?? {});
+  return names ? `environment: ${names}` : "environment";
+}
+
+// The names of the tools that a turn called, each once; empty if it called none.
+export const toolNames = ({ tools = [] }) => [...new Set(tools)].join(", ");
 
 // The texts of the sequence in order, each with its turn, which are counted over all sequences; null: the environment's.
 export function messages(sequences, place) {

@@ -1,7 +1,7 @@
 // One group: its problem, its samples beside each other, and one of them token by token.
 
 import { array, get, image } from "../api.js";
-import { conversation } from "../conversation.js";
+import { conversation, toolNames } from "../conversation.js";
 import { h, pictures, select, table } from "../dom.js";
 import { number, seconds } from "../format.js";
 import { rewards } from "./samples.js";
@@ -13,8 +13,7 @@ export default {
   async draw(context) {
     const place = Number(context.parameters.get("n"));
     const group = await get(`api/runs/${context.run}/episodes/${place}`);
-    const asked = context.parameters.get("sample");
-    const chosen = Math.min(asked === null ? mostDiverged(group.samples) : Number(asked) || 0, Math.max(0, group.samples.length - 1));
+    const chosen = choose(context.parameters, group.samples);
     return [
       facts(context, group),
       h("h2", {}, "Problem"),
@@ -22,19 +21,31 @@ export default {
       group.messages.map((message) => h("div", { class: "message" }, h("b", {}, message.role), message.content,
         message.tool_calls ? ` ${JSON.stringify(message.tool_calls)}` : null)),
       h("p", {}, h("b", {}, "Gold answer: "), group.golds.join("  or  ") || "–"),
-      group.samples.length ? [h("h2", {}, "Samples"), siblings(context, group, chosen), sampleView(context, group, chosen)] : null,
+      group.samples.length ? [h("h2", {}, "Samples"), siblings(context, group, chosen.sample), sampleView(context, group, chosen)] : null,
     ].flat(Infinity).filter(Boolean);
   },
 };
 
-// The sample that holds the largest difference between trainer and engine; the first if none was computed.
-function mostDiverged(samples) {
-  const differences = samples.map((sample) => Math.max(0, ...sample.sequences.map((sequence) => {
-    const trainer = array(sequence.logprobs, "f4");
-    const engine = array(sequence.engine_logprobs, "f4");
-    return trainer ? trainer.reduce((most, value, place) => Math.max(most, Math.abs(value - engine[place])), 0) : 0;
-  })));
-  return differences.indexOf(Math.max(...differences));
+// The places of the sample that is shown and of its sequence: those that are asked for, else the largest difference's.
+function choose(parameters, samples) {
+  const [sample, sequence] = ["sample", "sequence"].map((name) => parameters.get(name));
+  const most = sample === null ? mostDiverged(samples) : { sample: Number(sample) || 0, sequence: 0 };
+  const shown = Math.max(0, Math.min(most.sample, samples.length - 1));
+  const last = (samples[shown]?.sequences.length ?? 1) - 1;
+  return { sample: shown, sequence: Math.max(0, Math.min(sequence === null ? most.sequence : Number(sequence) || 0, last)) };
+}
+
+// Where the largest difference between trainer and engine is; the first sequence of all if none was computed.
+export function mostDiverged(samples) {
+  let found = { sample: 0, sequence: 0 };
+  let most = 0;
+  samples.forEach((each, sample) => each.sequences.forEach((tokens, sequence) => {
+    const trainer = array(tokens.logprobs, "f4");
+    const engine = array(tokens.engine_logprobs, "f4");
+    const difference = trainer ? trainer.reduce((largest, value, place) => Math.max(largest, Math.abs(value - engine[place])), 0) : 0;
+    if (difference > most) [found, most] = [{ sample, sequence }, difference];
+  }));
+  return found;
 }
 
 function facts(context, group) {
@@ -75,28 +86,27 @@ function siblings(context, group, chosen) {
 export function turnRows(sample) {
   const known = (value) => seconds(value || null);
   return sample.turns.map((turn, order) => [order, turn.replica_id || "–", turn.started_at ? seconds(turn.started_at - sample.started_at) : "–",
-    known(turn.waited_s), known(turn.generated_s), known(turn.environment_s),
+    known(turn.waited_s), known(turn.generated_s), toolNames(turn) || "–", known(turn.environment_s),
     turn.num_prompt_tokens, turn.num_cached_tokens, turn.num_output_tokens, number(turn.reward)]);
 }
 
 function sampleView(context, group, chosen) {
-  const sample = group.samples[chosen];
-  const asked = Number(context.parameters.get("sequence") ?? 0) || 0;
-  const place = Math.min(asked, sample.sequences.length - 1);
+  const sample = group.samples[chosen.sample];
+  const place = chosen.sequence;
   const choice = sample.sequences.length > 1 ? select("Sequence", String(place),
     sample.sequences.map((_, order) => [String(order), `${order + 1} of ${sample.sequences.length}`]),
     (sequence) => context.go({ sequence })) : null;
   const shown = sample.sequences[place];
   const added = shown.images.slice(group.images.length);
   return [
-    h("h2", {}, `Sample ${chosen}, token by token`),
+    h("h2", {}, `Sample ${chosen.sample}, token by token`),
     sample.error ? h("p", { class: "error" }, sample.error) : null,
     sample.ended_by ? h("p", { class: "faint" }, `${sample.finish_reason}: ${sample.ended_by}`) : null,
-    table(["turn", "engine", "began after", "waited", "generated", "environment", "prompt tokens", "cached", "output tokens", "reward"],
+    table(["turn", "engine", "began after", "waited", "generated", "tools", "environment", "prompt tokens", "cached", "output tokens", "reward"],
       turnRows(sample)),
     choice,
     added.length ? [h("p", { class: "faint" }, "Pictures that the environment added:"), pictures(added, (name) => image(context.run, name))] : null,
-    conversation(sample.sequences, place),
+    conversation(sample.sequences, place, sample.turns),
     tokenView(context, group.prompt, shown, group.version),
   ];
 }
