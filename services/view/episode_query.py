@@ -23,27 +23,36 @@ Search = Callable[[Sequence[Entry], Sequence[int], Sequence[str]], Found]
 """Returns those of the places in the index whose groups have all of the words, casefolded."""
 
 
-def _reward(entry: Entry) -> float:
-    rewards = [reward for reward in entry["rewards"] if reward is not None]
-    return sum(rewards) / len(rewards) if rewards else float("nan")
+def _judged(entry: Entry) -> list[float]:
+    """Return the rewards of a group's samples that have one."""
+    return [reward for reward in entry["rewards"] if reward is not None]
 
 
-def _spread(entry: Entry) -> float:
-    rewards = [reward for reward in entry["rewards"] if reward is not None]
-    return max(rewards) - min(rewards) if rewards else float("nan")
+def mean_reward(entry: Entry) -> float | None:
+    """Return the mean reward of a group; None if no sample has a reward."""
+    rewards = _judged(entry)
+    return sum(rewards) / len(rewards) if rewards else None
 
 
-_ORDERS: Final[Mapping[str, Callable[[Entry], float]]] = {
+def lowest_reward(entry: Entry) -> tuple[float, float] | None:
+    """Return the reward of a group's worst sample and then the mean, which decides between groups whose worst samples
+    are equally bad; None if no sample has a reward."""
+    rewards = _judged(entry)
+    return (min(rewards), sum(rewards) / len(rewards)) if rewards else None
+
+
+_ORDERS: Final[Mapping[str, Callable[[Entry], Any]]] = {
     "step": lambda entry: entry["step"],
     "index": lambda entry: entry["index"],
-    "reward": _reward,
-    "spread": _spread,
+    "reward": mean_reward,
+    "lowest": lowest_reward,
+    "spread": lambda entry: max(rewards) - min(rewards) if (rewards := _judged(entry)) else None,
     "tokens": lambda entry: max(entry["num_tokens"], default=0),
     "turns": lambda entry: max(entry["num_turns"], default=0),
-    "dlogp": lambda entry: float("nan") if entry["dlogp_max"] is None else entry["dlogp_max"],
-    "lag": lambda entry: entry["version"] - entry["versions"][0] if entry["versions"] else float("nan"),
+    "dlogp": lambda entry: entry["dlogp_max"],
+    "lag": lambda entry: entry["version"] - entry["versions"][0] if entry["versions"] else None,
 }
-"""Numbers by which groups can be sorted; NaN comes last."""
+"""What groups can be sorted by: a number, or several of which the first that differs decides; None comes last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +83,8 @@ class EpisodeQuery:
         found = [place for place, entry in enumerate(index) if self._matches(entry)]
         value = _ORDERS[self.sort]
         keyed = [(value(index[place]), place) for place in found]
-        known = sorted((each for each in keyed if each[0] == each[0]), reverse=self.descending)
-        places = [place for _, place in known] + [place for key, place in keyed if key != key]
+        known = sorted(((key, place) for key, place in keyed if key is not None), reverse=self.descending)
+        places = [place for _, place in known] + [place for key, place in keyed if key is None]
         words = self.text.casefold().split()
         return search(index, places, words) if words else Found(places=places)
 

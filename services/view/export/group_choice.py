@@ -1,27 +1,28 @@
 """Which kept groups come first where not all fit. Pure."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, Final
 
-Entry = Mapping[str, Any]
+from services.view.episode_query import Entry, lowest_reward, mean_reward
 
 
-def _mean_reward(entry: Entry) -> float | None:
-    rewards = [reward for reward in entry["rewards"] if reward is not None]
-    return sum(rewards) / len(rewards) if rewards else None
+def _badness(entry: Entry) -> tuple[float, ...] | None:
+    rewards = lowest_reward(entry)
+    return None if rewards is None else tuple(-each for each in rewards)
 
 
-_WANTED: Final[Sequence[Callable[[Entry], float | None]]] = (
+_WANTED: Final[Sequence[Callable[[Entry], Any]]] = (
     lambda entry: entry["step"],
     lambda entry: entry["dlogp_max"],
-    lambda entry: None if (reward := _mean_reward(entry)) is None else -reward,
-    _mean_reward,
+    _badness,
+    mean_reward,
     lambda entry: entry["step"] if entry["outcome"] == "evaluated" else None,
     lambda entry: entry["step"] if entry["outcome"] in ("stale", "failed", "filtered") else None,
 )
-"""What people look for, each as a number that is highest for what they want most: the newest, the largest difference
-between trainer and engine, the worst, the best, the last evaluation, and what was left out. None: it is not wanted."""
+"""What people look for, each as a value that is highest for what they want most: the newest, the largest difference
+between trainer and engine, the worst sample, the best group, the last evaluation, and what was left out. None: it is
+not wanted."""
 
 
 def order_of_groups(index: Sequence[Entry]) -> Iterator[int]:

@@ -46,12 +46,19 @@ const ORDERS = {
   step: (entry) => entry.step,
   index: (entry) => entry.index,
   reward: (entry) => mean(known(entry.rewards)),
+  lowest: (entry) => (known(entry.rewards).length ? [Math.min(...known(entry.rewards)), mean(known(entry.rewards))] : null),
   spread: (entry) => (known(entry.rewards).length ? Math.max(...known(entry.rewards)) - Math.min(...known(entry.rewards)) : null),
   tokens: (entry) => Math.max(0, ...entry.num_tokens),
   turns: (entry) => Math.max(0, ...entry.num_turns),
   dlogp: (entry) => entry.dlogp_max,
   lag: (entry) => (entry.versions.length ? entry.version - entry.versions[0] : null),
 };
+
+// Of two numbers, or of two lists of numbers by the first in which they differ.
+function compared(one, other) {
+  if (!Array.isArray(one)) return one - other;
+  return one.map((value, place) => value - other[place]).find(Boolean) ?? 0;
+}
 
 function hasAll(words, entry, { messages, samples }) {
   const all = [entry.prompt, entry.reason, entry.error, ...entry.golds, ...messages.map((each) => each.content),
@@ -74,7 +81,7 @@ function filter(run, { outcome = "", step = "", row = "", finish = "", text = ""
   const found = run.index.filter(matches).sort((a, b) => {
     const [one, other] = [value(a), value(b)];
     if (one === null || other === null) return one === other ? a.number - b.number : one === null ? 1 : -1;
-    return sign * (one - other || a.number - b.number);
+    return sign * (compared(one, other) || a.number - b.number);
   });
   const first = Number(start) || 0;
   return { num_kept: run.num_kept, num_found: found.length, num_unsearched: 0, found: found.slice(first, first + Number(limit)) };

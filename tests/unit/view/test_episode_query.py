@@ -10,6 +10,7 @@ import pytest
 from penstock.errors import InvalidRequestError
 from services.trainer.telemetry.episodes.files import EpisodeFiles
 from services.view.episode_query import EpisodeQuery, Found
+from services.view.export.group_choice import order_of_groups
 from services.view.run_reader import RunReader
 from services.view.text_search import TextSearch
 from tests.support.view_runs import add_group
@@ -41,6 +42,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
         ({"text": "environment BROKE"}, [2]),
         ({"sort": "reward"}, [0, 1, 3, 2]),
         ({"sort": "reward", "descending": False}, [3, 1, 0, 2]),
+        ({"sort": "lowest", "descending": False}, [3, 1, 0, 2]),
+        ({"sort": "lowest"}, [0, 1, 3, 2]),
         ({"sort": "dlogp"}, [1, 0, 2, 3]),
         ({"sort": "spread"}, [1, 3, 0, 2]),
         ({"sort": "tokens", "outcome": "trained"}, [1, 0]),
@@ -49,6 +52,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
 def test_groups_are_found(run: RunReader, asked: dict[str, Any], found: list[int]) -> None:
     """What has no number to sort by comes last."""
     assert run.find_episodes(EpisodeQuery(**asked))[1] == Found(places=found)
+
+
+def test_the_worst_sample_is_found_in_a_group_of_a_good_mean(tmp_path: Path) -> None:
+    """Of groups whose worst samples are equal, the one with the lower mean comes first."""
+    files = EpisodeFiles(tmp_path / "episodes", last_step=0, max_bytes=1e9)
+    for index, rewards in enumerate([(0.4, 0.4), (1.0, 0.0, 1.0), (0.25, None), (1.0, 0.0, 0.5), (None,)]):
+        add_group(files, step=100, index=index, rewards=rewards)
+    run = RunReader(tmp_path)
+    worst = EpisodeQuery(step=100, sort="lowest", descending=False)
+    assert run.find_episodes(worst)[1].places == [3, 1, 2, 0, 4]
+    assert list(order_of_groups(run.episodes()))[1] == 3
 
 
 def test_an_unknown_order_is_refused(run: RunReader) -> None:

@@ -1,12 +1,10 @@
 """The logic of the pages, which is tested in a browser by `make test-browser` too."""
 
-import base64
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -15,13 +13,8 @@ from services.view.app import view_app
 from services.view.episode_query import EpisodeQuery
 from services.view.export.excerpt import excerpt_of
 from services.view.run_reader import RunReader
-from tests.support.view_runs import add_group, make_run, write_rows
+from tests.support.view_runs import add_group, column, make_run, write_rows
 from tests.support.view_scripts import ViewScripts
-
-
-def column(values: Any, dtype: str = "<f4") -> str:
-    """A column of a sequence."""
-    return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
     add_group(files, step=4, index=7, rewards=(1.0, 0.0), dlogp=1e-2, prompt="What is the AREA?", num_tokens=9)
     add_group(files, step=5, index=3, rewards=(None, None), outcome="failed", reason="the environment broke")
     add_group(files, step=6, index=4, rewards=(None, 0.5), dlogp=1e-4, outcome="stale", source="eval/x")
+    add_group(files, step=6, index=5, rewards=(1.0, 0.0, 1.0))
     return RunReader(folder)
 
 
@@ -41,7 +35,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
     "asked",
     [
         {},
-        *({"sort": sort, "descending": way} for sort in ("reward", "dlogp", "lag", "index") for way in (True, False)),
+        *(
+            {"sort": sort, "descending": way}
+            for sort in ("reward", "lowest", "dlogp", "lag", "index")
+            for way in (True, False)
+        ),
         *({"sort": sort} for sort in ("spread", "tokens", "turns")),
         {"step": 4},
         {"outcome": "stale"},
@@ -96,23 +94,6 @@ def test_tokens_have_the_numbers_of_their_columns(scripts: ViewScripts) -> None:
     assert {each["dlogp"] for each in scripts.call("tokens.js", "readTokens", prompt, untrained, 5)} == {None}
 
 
-def test_turns_are_counted_over_all_sequences(scripts: ViewScripts) -> None:
-    """A sample whose history was cut goes on with its fourth turn; a picture's many tokens are counted."""
-    first = {"own": column([1, 1, 0, 1, 0, 0, 1], "u1"), "texts": [*"abcdefg"]}
-    texts = ["tool", "a", "b", "<image>", "<image>", "<image>", "<image>", "c"]
-    second = {"own": column([0, 1, 1, 0, 0, 0, 0, 1], "u1"), "texts": texts}
-    alone = {"own": column([1, 1], "u1"), "texts": ["a", "b"]}
-    assert scripts.call("conversation.js", "messages", [first, second], 1) == [
-        {"turn": None, "text": "tool"},
-        {"turn": 3, "text": "ab"},
-        {"turn": None, "text": "<image> × 4"},
-        {"turn": 4, "text": "c"},
-    ]
-    turns = [each["turn"] for each in scripts.call("conversation.js", "messages", [first, second], 0)]
-    assert turns == [0, None, 1, None, 2]
-    assert scripts.call("conversation.js", "messages", [first, alone], 1) is None
-
-
 def test_a_page_reads_the_steps_of_a_very_long_run(tmp_path: Path) -> None:
     """More than a function takes as arguments. Steps that replace them are shown when all have come, not before."""
     client = TestClient(view_app([RunReader(tmp_path)]))
@@ -135,19 +116,25 @@ def test_a_page_reads_the_steps_of_a_very_long_run(tmp_path: Path) -> None:
     assert scripts.run(polled) == [True, [130_000], 5001, 5000]
 
 
-def test_a_turn_says_where_and_when_it_was_played(scripts: ViewScripts) -> None:
-    """When: after the sample's beginning. An agent's turn has no environment; turns of earlier runs know less."""
-    earlier = {"replica_id": "engine-1", "waited_s": 0.25, "generated_s": 2.0, "reward": None,
-               "num_prompt_tokens": 9, "num_cached_tokens": 4, "num_output_tokens": 6}  # fmt: skip
-    turn = earlier | {"started_at": 1_700_000_003.5, "environment_s": 90.0, "reward": 0.5}
-    agents = turn | {"environment_s": 0.0, "reward": None}
-    earlier_agents = agents | {"replica_id": "", "started_at": 0.0, "waited_s": 0.0, "generated_s": 0.0}
-    sample = {"started_at": 1_700_000_000.0, "turns": [turn, earlier, agents, earlier_agents]}
-    first, second, third, fourth = scripts.call("pages/group.js", "turnRows", sample)
-    assert first == [0, "engine-1", "3.5\u00a0s", "250\u00a0ms", "2.0\u00a0s", "1.5\u00a0min", 9, 4, 6, "0.5"]
-    assert second == [1, "engine-1", "–", "250\u00a0ms", "2.0\u00a0s", "–", 9, 4, 6, "–"]
-    assert third == [2, "engine-1", "3.5\u00a0s", "250\u00a0ms", "2.0\u00a0s", "–", 9, 4, 6, "–"]
-    assert fourth == [3, "–", "–", "–", "–", "–", 9, 4, 6, "–"]
+@pytest.mark.parametrize(
+    ("asked", "opened"),
+    [
+        ({"sort": "lowest", "descending": "false"}, {"sample": 2}),
+        ({"sort": "lowest", "descending": ""}, {"sample": 2}),
+        ({"sort": "reward", "descending": "false"}, {"sample": 2}),
+        ({"sort": "reward", "descending": ""}, {"sample": 1}),
+        ({"sort": "dlogp", "descending": ""}, {"at": "difference"}),
+        ({"sort": "", "descending": ""}, {}),
+    ],
+    ids=str,
+)
+def test_a_group_opens_at_what_the_list_was_sorted_for(
+    scripts: ViewScripts, asked: dict[str, str], opened: dict[str, Any]
+) -> None:
+    """The worst or the best of the samples that were judged, or the token that differs most."""
+    assert scripts.call("pages/samples.js", "within", {"rewards": [None, 1.0, 0.0, 0.5]}, asked) == opened
+    unjudged = scripts.call("pages/samples.js", "within", {"rewards": [None, None]}, asked)
+    assert unjudged == (opened if "at" in opened else {})
 
 
 def test_gaps_of_a_curve_stay_gaps(scripts: ViewScripts) -> None:
@@ -356,38 +343,3 @@ def test_a_picture_without_a_file_has_no_address(scripts: ViewScripts) -> None:
     """It is named by its hash alone, or in runs of earlier releases not at all; a server would answer 404."""
     names = ["ab" * 32 + ".png", "ab" * 32, ""]
     assert [scripts.call("api.js", "image", 1, name) for name in names] == [f"api/runs/1/images/{names[0]}", "", ""]
-
-
-def test_the_pictures_that_an_environment_added_are_shown(run: RunReader) -> None:
-    """Those that are not kept by their hashes."""
-    added = ["ab" * 32 + ".png", "cd" * 32]
-    client = TestClient(view_app([run]))
-
-    def answer(path: str) -> str:
-        group = client.get(path).json()
-        for sample in group["samples"]:
-            sample["sequences"][0]["images"] += added
-        return msgspec.json.encode(group).decode()
-
-    code = """
-        class Element {
-            childNodes = [];
-            style = { setProperty() {}, removeProperty() {} };
-            constructor(tag) { this.tag = tag; }
-            setAttribute(name, value) { this[name] = value; }
-            addEventListener() {}
-            append(...children) { this.childNodes.push(...children); }
-            get textContent() {
-                const texts = this.childNodes.map((child) => child.textContent ?? child);
-                return this.tag === "img" ? `<${this.src}>` : texts.join("");
-            }
-        }
-        document.createElement = (tag) => new Element(tag);
-        globalThis.IntersectionObserver = class { observe() {} };
-        const context = { run: 0, parameters: { get: () => null }, link: () => "" };
-        const drawn = await load("pages/group.js").default.draw(context);
-        return drawn.map((each) => each.textContent ?? String(each)).join("");
-    """
-    text = ViewScripts(answer=answer).run(code)
-    shown = f"<api/runs/0/images/{added[0]}>picture 2 was not kept: sha256 cdcdcdcdcdcd…"
-    assert f"Pictures that the environment added:{shown}" in text

@@ -20,7 +20,10 @@ class Candidate:
     reward: float | None
     """Mean over its judged samples; None if there are none."""
     best_reward: float | None = None
-    """Of its judged samples."""
+    """Of its judged samples; None if there are none."""
+    lowest: tuple[float, float] | None = None
+    """Reward of its worst judged sample, then the mean, which decides between groups whose worst samples are equally
+    bad; None if there are none."""
     oldest_version: int
     divergence: float | None
     """Largest difference between the trainer's and the engine's log-probability; None if it was not computed."""
@@ -31,9 +34,11 @@ class Candidate:
 def candidate(group: Group, divergence: float | None) -> Candidate:
     """Describe a group that was played."""
     rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else None
     return Candidate(
-        reward=sum(rewards) / len(rewards) if rewards else None,
+        reward=mean,
         best_reward=max(rewards, default=None),
+        lowest=None if mean is None else (min(rewards), mean),
         oldest_version=group.oldest_version,
         divergence=divergence,
         is_broken=any(sample.finish_reason not in ("stop", "environment") for sample in group.samples),
@@ -74,7 +79,9 @@ def choose(candidates: Sequence[Candidate], step: int) -> dict[int, list[str]]:
     rewarded = [(each.reward, number) for number, each in enumerate(candidates) if each.reward is not None]
     if rewarded:
         keep(max(rewarded)[1], "best")
-        keep(min(rewarded)[1], "worst")
+    lowest = [(each.lowest, number) for number, each in enumerate(candidates) if each.lowest is not None]
+    if lowest:
+        keep(min(lowest)[1], "worst")
     if numbers:
         keep(min(numbers, key=lambda number: candidates[number].oldest_version), "oldest")
         keep(step % len(candidates), "in turn")

@@ -66,7 +66,7 @@ export default {
 
 function linksOf(context, step) {
   return [h("b", {}, `step ${step}`),
-    h("a", { href: context.link("samples", { step, sort: "reward", descending: "false" }) }, "its worst samples"),
+    h("a", { href: context.link("samples", { step, sort: "lowest", descending: "false" }) }, "its worst samples"),
     h("a", { href: context.link("samples", { step, sort: "dlogp" }) }, "largest difference to the engine"),
     h("a", { href: context.link("timeline", { from: step, to: step }) }, "timeline")];
 }

@@ -5,11 +5,11 @@ import { empty, h, select } from "../dom.js";
 import { mean, number } from "../format.js";
 
 const PAGE = 100;
-const ORDERS = [["step", "step"], ["reward", "mean reward"], ["spread", "spread of rewards"], ["tokens", "longest sample"],
+const ORDERS = [["step", "step"], ["reward", "mean reward"], ["lowest", "worst sample"], ["spread", "spread of rewards"], ["tokens", "longest sample"],
   ["turns", "turns"], ["dlogp", "difference to the engine"], ["lag", "age"], ["index", "admission"]];
 const OUTCOMES = ["", "trained", "stale", "filtered", "failed", "evaluated"];
 const FOUND = [ // what people look for
-  ["worst", { sort: "reward", descending: "false" }], ["largest difference to the engine", { sort: "dlogp" }],
+  ["worst", { sort: "lowest", descending: "false" }], ["largest difference to the engine", { sort: "dlogp" }],
   ["longest", { sort: "tokens" }], ["cut off", { finish: "length" }], ["evaluated", { outcome: "evaluated" }]];
 const FINISHES = ["", "stop", "length", "deadline", "environment", "error"];
 
@@ -59,11 +59,12 @@ function tools(context, asked) {
 const keptStep = (asked, how) => (asked.step === "" ? how : { ...how, step: asked.step });
 
 // The sample of the group, and the token, for which the list is sorted.
-function within(entry, asked) {
+export function within(entry, asked) {
   if (asked.sort === "dlogp") return { at: "difference" };
   const known = entry.rewards.filter((reward) => reward !== null);
-  if (asked.sort !== "reward" || !known.length) return {};
-  return { sample: entry.rewards.indexOf(asked.descending === "false" ? Math.min(...known) : Math.max(...known)) };
+  if (!["reward", "lowest"].includes(asked.sort) || !known.length) return {};
+  const isLowest = asked.sort === "lowest" || asked.descending === "false";
+  return { sample: entry.rewards.indexOf(isLowest ? Math.min(...known) : Math.max(...known)) };
 }
 
 function card(context, entry, asked) {

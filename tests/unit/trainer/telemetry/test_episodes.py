@@ -13,7 +13,7 @@ import pytest
 
 from penstock.bus.image_store import hash_of
 from services.trainer.backend.base import StepTokens
-from services.trainer.telemetry.episodes.choice import Candidate, choose
+from services.trainer.telemetry.episodes.choice import Candidate, candidate, choose
 from services.trainer.telemetry.episodes.log import EvaluatedRow, TrainedGroup
 from tests.support.trainer.episode_logs import MODEL, PICTURE, Rows, group, index_of, open_log, whole
 from tests.support.trainer.groups import make_group, num_placeholders, picture
@@ -221,7 +221,13 @@ def test_few_are_chosen_by_what_people_look_for() -> None:
     """A group can be chosen for several reasons."""
 
     def each(reward: float, *, oldest: int = 5, divergence: float = 0.0, is_broken: bool = False) -> Candidate:
-        return Candidate(reward=reward, oldest_version=oldest, divergence=divergence, is_broken=is_broken)
+        return Candidate(
+            reward=reward,
+            lowest=(reward, reward),
+            oldest_version=oldest,
+            divergence=divergence,
+            is_broken=is_broken,
+        )
 
     batch = [each(0.5), each(1.0, oldest=4), each(0.0), each(0.5, divergence=1.0), each(0.5, is_broken=True), each(0.5)]
     assert choose(batch, step=5) == {
@@ -231,6 +237,13 @@ def test_few_are_chosen_by_what_people_look_for() -> None:
         4: ["cut off or failed"],
         5: ["in turn"],
     }
+
+
+def test_the_worst_sample_of_a_step_is_kept() -> None:
+    """Also in a group whose mean is not the lowest; the mean decides between groups whose worst samples are equal."""
+    of_each = ([0.5, 0.5], [1.0, 0.0, 1.0], [1.0, 0.0, 0.5], [1.0, 1.0])
+    candidates = [candidate(group(index, rewards=rewards).played, None) for index, rewards in enumerate(of_each)]
+    assert choose(candidates, step=3) == {0: ["oldest"], 2: ["worst"], 3: ["best", "in turn"]}
 
 
 def test_a_run_that_goes_on_keeps_what_its_checkpoint_has_seen(tmp_path: Path) -> None:
