@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Locator, Page, expect
 
+from services.view.run_reader import RunReader
+from services.view.summary import alarms_of
 from tests.browser.pages import num_clicks
 from tests.support.view_runs import add_spans, step_row, write_rows
 
@@ -190,12 +192,15 @@ async def test_a_page_goes_on_with_its_run_after_a_click_on_a_curve(page: Page, 
     await expect(page.locator("figure .u-over").first).to_have_attribute("aria-valuemax", "31")
 
 
-async def test_alarms_are_counted_and_explained(page: Page) -> None:
-    """On the run that has them."""
+async def test_alarms_are_counted_and_explained(page: Page, runs: list[Path]) -> None:
+    """On the run that has them, each with its remedy."""
     await page.locator("#run").select_option(label="second")
     await expect(page.locator("nav .count")).to_have_text("2")
     await page.get_by_role("link", name="Alarms").click()
     await expect(page.get_by_role("alert").first).to_contain_text("groups failed in the last 5 steps")
+    await expect(page.get_by_role("alert").first).to_contain_text("the samples page lists failed groups")
+    remedies = await page.get_by_role("alert").locator("p.faint").all_inner_texts()
+    assert remedies == [alarm["remedy"] for alarm in alarms_of(RunReader(runs[1]))]
 
 
 async def test_an_alarm_without_a_step_appears_on_the_open_page(page: Page, runs: list[Path]) -> None:

@@ -63,6 +63,17 @@ _RUN = """
 """The page of a run, on which `press`, `note` and `showAll` are what a user does and sees."""
 
 
+def test_the_trainer_s_time_is_summed_up(scripts: ViewScripts) -> None:
+    """The largest part first, without those of less than half a percent; pushes are beside the steps."""
+    steps = [
+        {"step": 1, "spans": [["wait_s", 0.0, 1.0], ["train_s", 1.0, 5.0], ["push", 6.0, 50.0], ["odd_s", 9.0, 0.02]]},
+        {"step": 2, "spans": [["wait_s", 6.0, 2.0], ["odd_s", 8.0, 0.02]]},
+    ]
+    text = scripts.call("pages/timeline.js", "summary", steps)
+    assert text == "The trainer's time: training 62.2%, waiting for groups 37.3%."
+    assert scripts.call("pages/timeline.js", "summary", steps[:1]).startswith("The trainer's time: training 83.1%, ")
+
+
 def test_bars_that_overlap_are_below_each_other(scripts: ViewScripts) -> None:
     """In as few rows as there are at once."""
     bars = [{"start": start, "length": 2} for start in (0, 1, 2, 3, 6)]

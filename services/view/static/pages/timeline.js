@@ -51,7 +51,7 @@ export default {
     const recorded = processLanes(found.spans.map((span) => clip(span, first, end)));
     const lanes = [...trainerLanes(steps), ...(recorded.some((lane) => lane.isEngine) ? recorded : [...engineLanes(spans), ...recorded])];
     shownTo = to;
-    return [tools(context, from, to, after), legend(), lanePlot(context, key, lanes), leftOut(found), lost(found), steps.length ? summary(steps) : null].filter(Boolean);
+    return [tools(context, from, to, after), legend(), lanePlot(context, key, lanes), leftOut(found), lost(found), steps.length ? h("p", {}, summary(steps)) : null].filter(Boolean);
   },
 };
 
@@ -208,11 +208,11 @@ export function stacked(bars) {
   return rows.length ? rows : [[]];
 }
 
-// Where the trainer's time went in these steps.
-function summary(steps) {
+// Where the trainer's time went in these steps. Pushes are beside it.
+export function summary(steps) {
   const sums = {};
   for (const step of steps) for (const [name, , length] of step.spans) if (name !== "push") sums[name] = (sums[name] ?? 0) + length;
   const total = Object.values(sums).reduce((sum, value) => sum + value, 0) || 1;
   const parts = Object.entries(sums).sort(([, a], [, b]) => b - a).filter(([, value]) => value / total > 0.005);
-  return h("p", {}, "The trainer's time: ", parts.map(([name, value]) => `${NAMES[name] ?? name} ${((100 * value) / total).toFixed(1)}%`).join(", "), ".");
+  return `The trainer's time: ${parts.map(([name, value]) => `${NAMES[name] ?? name} ${((100 * value) / total).toFixed(1)}%`).join(", ")}.`;
 }
