@@ -118,7 +118,8 @@ def _no_gradient(rows: Sequence[Row]) -> Alarm | None:
         kind="no gradient",
         step=row["step"],
         text=f"{streak:g} steps in a row without policy gradient",
-        remedy="prompts are too easy or too hard: use data.pools or filters, or see what is rejected (tokens page)",
+        remedy="prompts are too easy or too hard: use data.pools or filters; or all tokens are rejected: they are "
+        "dotted on the Group page",
     )
 
 
