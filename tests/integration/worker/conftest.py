@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 from transformers import AutoTokenizer
@@ -40,8 +41,8 @@ async def reward_address() -> AsyncIterator[str]:
 
 @pytest.fixture
 def logged() -> Iterator[list[EventDict]]:
-    """What is logged during the test."""
-    with capture_logs() as events:
+    """What is logged during the test, with what a task has bound."""
+    with capture_logs(processors=[structlog.contextvars.merge_contextvars]) as events:
         yield events
 
 

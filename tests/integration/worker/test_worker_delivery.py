@@ -202,15 +202,18 @@ async def test_a_router_that_is_down_and_comes_back_loses_nothing(
     run_name: str,
     logged: list[EventDict],
 ) -> None:
-    """First inside one delivery, then over several deliveries of the prompt."""
+    """First inside one delivery, then over several deliveries of the prompt. What is logged meanwhile names the
+    group."""
     port = free_ports(1)[0]
     recipe = make_recipe(f"127.0.0.1:{port}", grace_s=0.0)
     late = SimulatedEngine(bus, answer=engine.answer, policy_version=4, port=port)
-    await publish(bus, make_prompt(run_name))
+    prompt = make_prompt(run_name)
+    await publish(bus, prompt)
     async with working(recipe):
         await until(lambda: num_logged(logged, "turn.retried") > 0)
         async with late.running():
             assert [group.error for group in await until_done(bus, 1)] == [""]
+    assert {event["group"] for event in logged if event["event"] == "turn.retried"} == {prompt.id.message}
     await publish(bus, make_prompt(run_name, 1))
     async with working(recipe, wait_timeout_s=1.0):
         await until(lambda: num_logged(logged, "message.put_back") > 0)
