@@ -349,7 +349,8 @@ def _of(spans: Sequence[Span], process: str) -> list[Span]:
 
 
 def test_a_group_leaves_no_line_in_a_log(run: TrainProcess) -> None:
-    """An ordinary one: its way is in the trace. What a service logs names the run."""
+    """An ordinary one: its way is in the trace. What a service logs names the run, and what trainer and engine log the
+    version of their weights."""
     lines = [
         json.loads(line)
         for log in (run.folder / "logs").glob("*.log")
@@ -361,6 +362,9 @@ def test_a_group_leaves_no_line_in_a_log(run: TrainProcess) -> None:
     assert [line for line in own if "group" in line] == []
     name = load(Recipe, [run.folder / "config.toml"]).run.name
     assert {line["run"] for line in own} == {name}
+    received = {(line["version"], line["policy_version"]) for line in own if line["event"] == "weights.received"}
+    assert received == {(version, version) for version in range(1, NUM_STEPS + 2)}
+    assert [line["version"] for line in own if line["event"] == "run.ended"] == [NUM_STEPS + 1]
 
 
 def _request_of(span: Span) -> str:
