@@ -1,8 +1,9 @@
 """The data set of a run: an endless sequence of examples with random access.
 
 Invariant: the example at a position depends only on the data, the settings, the seed and the position. A checkpoint
-therefore keeps one integer, and each epoch of a source plays every row exactly once. Rows whose prompt is too long keep
-their positions, which the feeder passes over: a different limit on prompts moves no other row.
+therefore keeps one integer, and each epoch of a source plays every row exactly once. A row does not come back at once
+where an epoch ends: a third of its source's rows come in between. Rows whose prompt is too long keep their positions,
+which the feeder passes over: a different limit on prompts moves no other row.
 """
 
 import time
@@ -254,9 +255,28 @@ def row_at(position: int, num_rows: int, seed: int | None, *, source: str = "") 
 
 
 @lru_cache(maxsize=16)
-def _epoch_order(num_rows: int, seed: int, epoch: int, source: str) -> Sequence[int] | np.ndarray:
+def _epoch_order(num_rows: int, seed: int, epoch: int, source: str) -> np.ndarray:
+    """Return the rows of an epoch in order: shuffled, but none from the last third of the epoch before in its first.
+
+    Such rows change places with others from the middle third. The last third stays as it was shuffled, so an order
+    depends on one epoch before it, not on all of them.
+    """
+    rng = _random_numbers(seed, epoch, source)
+    order, third = rng.permutation(num_rows), num_rows // 3
+    if epoch == 0:
+        return order
+    is_recent = np.zeros(num_rows, dtype=bool)
+    is_recent[_random_numbers(seed, epoch - 1, source).permutation(num_rows)[num_rows - third :]] = True
+    early = np.flatnonzero(is_recent[order[:third]])
+    places = third + np.flatnonzero(~is_recent[order[third : num_rows - third]])
+    later = rng.choice(places, len(early), replace=False)
+    order[early], order[later] = order[later], order[early]
+    return order
+
+
+def _random_numbers(seed: int, epoch: int, source: str) -> np.random.Generator:
     key = (seed, epoch, zlib.crc32(source.encode())) if source else (seed, epoch)
-    return np.random.default_rng(key).permutation(num_rows)
+    return np.random.default_rng(key)
 
 
 def _logged() -> Progress:

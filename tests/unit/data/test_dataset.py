@@ -177,6 +177,18 @@ def test_each_epoch_plays_every_row_once_in_an_order_of_its_own() -> None:
     assert [row_at(i, 3, None) for i in range(5)] == [0, 1, 2, 0, 1]
 
 
+@pytest.mark.parametrize("num_rows", [3, 4, 10, 101])
+def test_no_row_comes_back_at_once_where_an_epoch_ends(num_rows: int) -> None:
+    """A prompt filtered late in an epoch, such as one that is solved always, would be played again for nothing."""
+    for seed in range(20):
+        played: dict[int, int] = {}
+        for position in range(5 * num_rows):
+            row = row_at(position, num_rows, seed, source="geometry")
+            assert position - played.get(row, -num_rows) > num_rows // 3
+            played[row] = position
+        assert sorted(played) == list(range(num_rows))
+
+
 def test_built_in_problems_come_through_the_same_door() -> None:
     """One picture, one mark, one answer, and no end."""
     four, config = {"": built_in(DataConfig(), num_rows=4)}, DataConfig()
