@@ -106,6 +106,21 @@ def test_staleness_hides_a_push_as_long_as_there_is_slack() -> None:
     assert ends == [[3.0, 5.0, 7.0, 9.0], [3.0, 5.0, 7.0, 9.0], [3.0, 5.0, 7.5, 9.5]]
 
 
+@pytest.mark.parametrize("push_s", [0.0, 0.5])
+@pytest.mark.parametrize("group_s", [1, 2, 4])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+def test_a_slow_push_costs_what_the_bound_leaves_no_room_for(max_staleness: int, group_s: int, push_s: float) -> None:
+    """A group is due `max_staleness` steps after the one that it was admitted for (ADR 11); computing takes a second.
+
+    With a bound of 1, half a step of push costs a quarter of each step even if groups are no longer than a step.
+    """
+    many_slots = _given(group_s, slots=20, groups_per_step=2)
+    num_steps = 4 * (max_staleness + 1)
+    ends = step_ends(many_slots, max_staleness=max_staleness, num_steps=2 * num_steps, push=Push(total_s=push_s))
+    step_s = (ends[-1] - ends[num_steps - 1]) / num_steps
+    assert step_s == pytest.approx(max(1.0, (push_s + group_s + 1.0) / (max_staleness + 1)))
+
+
 def test_the_next_step_waits_for_a_push_that_is_longer_than_it() -> None:
     """At most one push is under way."""
     ends = step_ends(_given(1, slots=4), max_staleness=3, num_steps=12, push=Push(total_s=5.0))
