@@ -9,7 +9,7 @@ import torch
 
 from bench.async_loop.workload import Workload
 from penstock.weights.named_weights import NamedWeights
-from services.trainer.backend.base import StateDigests
+from services.trainer.backend.base import Measure, StateDigests
 from services.trainer.backend.environment import Environment, current_environment
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
@@ -54,8 +54,8 @@ class SimulatedBackend:
     def add_demonstrations(self, sequences: Sequence[TrainSequence]) -> None:
         """They take no time."""
 
-    def finish_step(self) -> dict[str, float]:
-        """Sleep as long as an update takes, and return the metrics that every backend has."""
+    def finish_step(self) -> Measure:
+        """Sleep as long as an update takes; the metrics are those that every backend has."""
         time.sleep(self._workload.train_fixed_s)
         self._num_steps += 1
         with self._steps_file.open("a") as file:
@@ -63,7 +63,7 @@ class SimulatedBackend:
         staleness = [self._policy_version - group.oldest_version for group in self._groups]
         rewards = [reward for group in self._groups for reward in group.rewards]
         tokens = [sequence.num_own_tokens for group in self._groups for sequence in group.sequences]
-        return {
+        metrics = {
             "num_tokens": float(sum(tokens)),
             "reward_mean": sum(rewards) / len(rewards),
             "staleness_mean": sum(staleness) / len(staleness),
@@ -75,6 +75,7 @@ class SimulatedBackend:
             "dlogp_mean": 0.0,
             "dlogp_max": 0.0,
         }
+        return lambda: metrics
 
     def step_tokens(self) -> None:
         """Return None: nothing computes tokens."""

@@ -38,6 +38,7 @@ from penstock.runtime.process import end_task
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.group_state import Arrival
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.backend.base import Measure
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
@@ -123,10 +124,10 @@ class SleepingBackend:
         """Take as long as these groups do."""
         time.sleep(CHUNK_S + GROUP_S * len(groups))
 
-    def finish_step(self) -> dict[str, float]:
+    def finish_step(self) -> Measure:
         """Take as long as an update does."""
         time.sleep(UPDATE_S)
-        return {"num_tokens": 1.0, "num_groups": 1.0, "num_groups_without_gradient": 0.0, "grad_norm": 1.0}
+        return lambda: {"num_tokens": 1.0, "num_groups": 1.0, "num_groups_without_gradient": 0.0, "grad_norm": 1.0}
 
     def abort_step(self) -> None:
         """Take no time."""

@@ -31,7 +31,7 @@ from penstock.telemetry import log as logging
 from penstock.telemetry import spans
 from penstock.v1 import trainer_pb2
 from services.trainer.admission.ledger import GroupLedger
-from services.trainer.backend.base import TrainBackend
+from services.trainer.backend.base import Measure, TrainBackend
 from services.trainer.background import Lane
 from services.trainer.checkpoint.saving import CheckpointSaver, Moment
 from services.trainer.config import TrainerConfig
@@ -158,7 +158,7 @@ class TrainingLoop:
         while self.position.num_steps_left and not stop.is_set():
             clock = StepClock(self.now)
             if self._is_evaluation_due():
-                with self._held_up(is_over=evaluations.is_free):
+                with self.progress.held_up(is_over=evaluations.is_free):
                     await evaluations.free()  # the one before, of an earlier version
                 clock.lap("evaluation_wait_s")
                 self._may_update.clear()
@@ -168,7 +168,7 @@ class TrainingLoop:
                 if batch is None:
                     break
                 learned = await self._take_demonstrations(clock)
-                with self._held_up(is_over=self._may_update.is_set()):
+                with self.progress.held_up(is_over=self._may_update.is_set()):
                     await self._may_update.wait()
                 clock.lap("evaluation_wait_s")
                 if stop.is_set() and self._is_evaluation_due():  # it was stopped, and comes again when the run goes on
@@ -176,7 +176,7 @@ class TrainingLoop:
                     break
                 await self._is_copied.wait()
                 clock.lap("checkpoint_wait_s")
-                metrics = await self._update(batch, learned)
+                measure = await self._update(batch, learned)
             except DataError as error:
                 self._fail(error, stop)
                 await self._abort_batch()
@@ -185,14 +185,14 @@ class TrainingLoop:
             await pushes.free()
             weights = await self._copy_weights()
             clock.lap("push_wait_s")
-            row = metrics | self._describe(batch)
+            row = tasks.create_task(self._measured(measure, self._describe(batch)))
             pushes.start(self._push(weights, row, clock))
             if self.position.step % self.config.checkpoint_every == 0:
                 await writes.free()
                 await settlements.free()
                 clock.lap("checkpoint_wait_s")
                 self._is_copied.clear()
-                timed = row | clock.seconds()
+                timed = await row | clock.seconds()
                 moment = self.checkpoints.moment(self.position, timed | field_names(timed))
                 self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
                 writes.start(self._write_checkpoint(moment, settlements, on_copied=self._is_copied.set))
@@ -204,25 +204,13 @@ class TrainingLoop:
             self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
             await self._write_checkpoint(self.checkpoints.moment(self.position), settlements, on_copied=None)
             await settlements.free()
-        with self._held_up(is_over=evaluations.is_free):
+        with self.progress.held_up(is_over=evaluations.is_free):
             await evaluations.free()
         if not self.position.num_steps_left and self._is_evaluation_due() and self.failure is None:
-            with self._held_up(is_over=False):
+            with self.progress.held_up(is_over=False):
                 await self._evaluate(pushes, stop, on_held_out=None)
         if self.failure is not None:
             raise self.failure
-
-    @contextmanager
-    def _held_up(self, *, is_over: bool) -> Iterator[None]:
-        """Report, during the context, that an evaluation holds up the next step or the end; not if it is over."""
-        if is_over:
-            yield
-            return
-        before, self.progress.phase = self.progress.phase, trainer_pb2.RUN_PHASE_EVALUATING
-        try:
-            yield
-        finally:
-            self.progress.phase, self.progress.evaluated_at = before, time.monotonic()
 
     def _is_evaluation_due(self) -> bool:
         return self.evaluator is not None and self.evaluator.is_due(self.position.step)
@@ -314,38 +302,41 @@ class TrainingLoop:
         clock.lap("demonstration_wait_s")
         return taken
 
-    async def _update(self, batch: Sequence[Finished], learned: SftBatch | None) -> dict[str, Any]:
-        metrics: dict[str, Any] = await asyncio.to_thread(self._finish, batch, learned)
+    async def _update(self, batch: Sequence[Finished], learned: SftBatch | None) -> Callable[[], dict[str, Any]]:
+        measure, facts = await asyncio.to_thread(self._finish, batch, learned)
         if self.demonstrations is not None and learned is not None:
             self.demonstrations.learned(learned)
-            metrics |= {
+            facts |= {
                 "num_passed_over_demonstrations": float(learned.num_passed_over),
                 "demonstration_epoch": self.demonstrations.epoch,
             }
         step, version = self.position.step + 1, self.position.version
         self._keep_episodes(step, version, batch)
-        metrics |= self.gradients.observe(metrics)
         self.ledger.finish_training()
         self.position.advance()
         logging.bind(version=self.position.version)
         self.progress.step = step
-        return {"step": step, "num_steps": self.position.num_steps, "policy_version": version, **metrics}
+        facts |= {"step": step, "num_steps": self.position.num_steps, "policy_version": version}
+        return lambda: facts | measure()
+
+    async def _measured(self, measure: Callable[[], dict[str, Any]], described: dict[str, Any]) -> dict[str, Any]:
+        """Compute the metrics of a step, beside its push and the next step."""
+        metrics = await asyncio.to_thread(measure)
+        return metrics | self.gradients.observe(metrics) | described
 
     def _keep_episodes(self, step: int, version: int, batch: Sequence[Finished]) -> None:
         if self.episodes is not None:
             groups = [TrainedGroup(played=each.played, ready=each.ready, images=each.images) for each in batch]
             self.episodes.keep_trained(step, version, groups, self.backend.step_tokens())
 
-    def _finish(self, batch: Sequence[Finished], learned: SftBatch | None) -> dict[str, Any]:
+    def _finish(self, batch: Sequence[Finished], learned: SftBatch | None) -> tuple[Measure, dict[str, Any]]:
         if self.recorder is not None and learned is not None:
             self.recorder.add_demonstrations(learned.rendered)
         with self._recorded_if_wrong(), self.crashes.updating([finished.ready.index for finished in batch]):
             if learned is not None:
                 self.backend.add_demonstrations(learned.sequences)
-            metrics: dict[str, Any] = dict(self.backend.finish_step())
-        if self.recorder is not None:
-            metrics["weights_digest"] = self.backend.digests().weights
-        return metrics
+            measure = self.backend.finish_step()
+        return measure, {} if self.recorder is None else {"weights_digest": self.backend.digests().weights}
 
     def _describe(self, batch: Sequence[Finished]) -> dict[str, Any]:
         played, ready = [finished.played for finished in batch], [finished.ready for finished in batch]
@@ -368,7 +359,7 @@ class TrainingLoop:
         version = self.position.version
         return await asyncio.to_thread(lambda: self.publisher.take(version, self.backend.export()))
 
-    async def _push(self, weights: WeightSnapshot, metrics: dict[str, Any], clock: StepClock) -> None:
+    async def _push(self, weights: WeightSnapshot, measured: Awaitable[dict[str, Any]], clock: StepClock) -> None:
         """Publish the weights after a step, then write the step's metrics.
 
         A checkpoint holds them too, without those of the push: if the trainer dies in between, the next one writes
@@ -377,6 +368,7 @@ class TrainingLoop:
         began = self.now()
         report = await self.publication.publish(weights.version, weights)
         push = ("push", began, self.now() - began)
+        metrics = await measured
         seconds = await clock.final_seconds()  # a push may end while the loop waits for a checkpoint
         row = (
             metrics

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -54,6 +54,10 @@ class StepTokens:
     """bool: whether the token has a policy gradient."""
     entropy_N: np.ndarray | None
     """float32: entropy of the distribution that it was drawn from, in nats; None if the step did not need it."""
+
+
+Measure: TypeAlias = Callable[[], dict[str, float]]
+"""Returns the metrics of a finished step, which nothing changes any more: may be called beside any other method."""
 
 
 class TrainBackend(Protocol):
@@ -102,8 +106,8 @@ class TrainBackend(Protocol):
             sequences: At least one.
         """
 
-    def finish_step(self) -> dict[str, float]:
-        """Update the weights once, with all groups since `begin_step`, at least one, and return the step's metrics.
+    def finish_step(self) -> Measure:
+        """Update the weights once, with all groups since `begin_step`, at least one; return what computes the metrics.
 
         A loss or gradient that is not finite changes nothing; the metrics count it as `skipped`.
 
@@ -229,7 +233,8 @@ def take_step(
             backend.accumulate(chunk)
         if demonstrations:
             backend.add_demonstrations(demonstrations)
-        return backend.finish_step()
+        measure = backend.finish_step()
     except BaseException:
         backend.abort_step()
         raise
+    return measure()

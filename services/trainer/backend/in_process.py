@@ -15,7 +15,7 @@ from penstock.weights.named_weights import NamedWeights
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.plugin import require_functions
 from services.trainer.algorithm.regularisers import EntropyCoefficient
-from services.trainer.backend.base import StateDigests, StepTokens
+from services.trainer.backend.base import Measure, StateDigests, StepTokens
 from services.trainer.backend.demonstrations import DemonstrationTerm
 from services.trainer.backend.device import DTYPES
 from services.trainer.backend.environment import Environment, current_environment
@@ -204,13 +204,14 @@ class InProcessBackend:
         """
         self._open_step().add_demonstrations(sequences)
 
-    def finish_step(self) -> dict[str, float]:
+    def finish_step(self) -> Measure:
         """Update the weights; see `TrainBackend.finish_step`."""
         step = self._open_step()
-        metrics = step.finish() | highest(self._model.ranks.gather(memory_peaks(self._model.device)))
+        measure = step.finish()
+        peaks = highest(self._model.ranks.gather(memory_peaks(self._model.device)))
         self._tokens, self._step = step.tokens, None
         self._model.finish_step()
-        return metrics
+        return lambda: measure() | peaks
 
     def step_tokens(self) -> StepTokens | None:
         """Return the tokens of the step that was finished last; see `TrainBackend.step_tokens`."""

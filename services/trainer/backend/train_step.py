@@ -26,6 +26,7 @@ to no row is repeated on each, and only the gradient is summed, by `ranks.shardi
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -46,7 +47,7 @@ from services.trainer.algorithm.statistics import (
     whole_batch_setting,
 )
 from services.trainer.algorithm.tokens import Tokens, concatenated
-from services.trainer.backend.base import StepTokens
+from services.trainer.backend.base import Measure, StepTokens
 from services.trainer.backend.batch import Batch, is_finite, make_batch, measured_samples
 from services.trainer.backend.demonstrations import DemonstrationTerm, LearnedDemonstrations
 from services.trainer.backend.optimizer.adamw import REMEDY, Optimizer
@@ -168,8 +169,8 @@ class TrainStep:
             raise ValueError("the step has demonstrations already, or no factor for them")
         self._demonstrations = sequences
 
-    def finish(self) -> dict[str, float]:
-        """Update the weights and return the metrics; see `TrainBackend.finish_step`."""
+    def finish(self) -> Measure:
+        """Update the weights; see `TrainBackend.finish_step`."""
         started = time.perf_counter()
         groups = self._groups
         batch, passed = self._until_finite(self._complete)
@@ -186,12 +187,25 @@ class TrainStep:
         if not self._sums.has_images:
             self._optimizer.discard_parts(IMAGE_PARTS)
         problem, remedy = _problem(passed, self._algorithm, has_demonstrations=learned is not None)
-        metrics = self._optimizer.update(loss, problem=problem, remedy=remedy)
-        if not metrics["skipped"]:
+        updated = self._optimizer.update(loss, problem=problem, remedy=remedy)
+        if not updated["skipped"]:
             self._count_update(passed)
         self._duration_s += time.perf_counter() - started
+        return partial(self._metrics, updated, batch, loss=loss, entropy_coef=entropy_coef, learned=learned)
+
+    def _metrics(
+        self,
+        updated: dict[str, float],
+        batch: Batch,
+        *,
+        loss: float,
+        entropy_coef: float,
+        learned: LearnedDemonstrations | None,
+    ) -> dict[str, float]:
+        """Return the metrics of the finished step, from what belongs to it alone."""
+        groups, passed = self._groups, self._passed
         staleness = [self._version - group.oldest_version for group in groups]
-        metrics |= batch_stats([group.rewards for group in groups], batch.num_tokens_G, staleness)
+        metrics = updated | batch_stats([group.rewards for group in groups], batch.num_tokens_G, staleness)
         metrics |= {
             "num_groups_without_gradient": float(len(groups) - len(set(batch.group_G[batch.has_advantage_G]))),
             "num_groups_skipped": float(len(self._skipped)),

@@ -1,5 +1,8 @@
 """The run's progress, and the gRPC service that reports it."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc.aio
@@ -19,6 +22,18 @@ class Progress:
     step: int = 0
     policy_version: int = 0
     checkpoint_step: int = 0
+
+    @contextmanager
+    def held_up(self, *, is_over: bool) -> Iterator[None]:
+        """Report, during the context, that an evaluation holds up the next step or the end; not if it is over."""
+        if is_over:
+            yield
+            return
+        before, self.phase = self.phase, trainer_pb2.RUN_PHASE_EVALUATING
+        try:
+            yield
+        finally:
+            self.phase, self.evaluated_at = before, time.monotonic()
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):

@@ -86,7 +86,7 @@ async def test_waiting_for_an_evaluation_is_the_phase_while_a_checkpoint_is_writ
             run.finish(*range(first, first + 4))
             while run.position.step < first // 4 + 1:
                 await asyncio.sleep(0)
-        await settled()
+        await until(lambda: run.checkpoints.moments)
         assert (run.checkpoints.moments, evaluator.began) == ([3], [(0, 1)])
         assert run.progress.phase == trainer_pb2.RUN_PHASE_EVALUATING
         run.checkpoints.on_disk.set()

@@ -48,6 +48,32 @@ async def test_the_next_step_is_computed_beside_a_push_and_its_own_push_waits(tm
         assert [row["train_s"] for row in rows.written] == [2.0, 2.0]
 
 
+async def test_metrics_hold_up_neither_a_push_nor_the_next_step(tmp_path: Path) -> None:
+    """They are computed beside both; a row has them, and a checkpoint that is due waits for them."""
+    pushes: list[GatedPublication] = []
+
+    def gated(position: Position) -> GatedPublication:
+        pushes.append(GatedPublication(position))
+        return pushes[0]
+
+    rows = Rows()
+    async with running(tmp_path, rows=rows, publication=gated) as run:
+        run.backend.may_measure.clear()
+        for first in (0, 4):
+            run.finish(*range(first, first + 4))
+            for what in ([*range(first, first + 4)], "finish_step"):
+                assert await run.backend.next_call() == what
+                run.backend.go_on()
+        assert (pushes[0].begun, rows.written) == ([2], [])
+        run.backend.may_measure.set()
+        run.checkpoints.on_disk.set()
+        run.stop.set()
+        pushes[0].may_end.release()
+        pushes[0].may_end.release()
+        await promptly(run.task)
+    assert [(row["step"], row["num_groups"]) for row in rows.written] == [(1, 4.0), (2, 4.0)]
+
+
 @dataclass
 class SlowDisk(Rows):
     """Takes no row until the test says so."""

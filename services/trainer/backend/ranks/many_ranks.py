@@ -17,7 +17,7 @@ import structlog
 from penstock.errors import PenstockError
 from penstock.runtime.process import EXIT_FAILURE
 from penstock.weights.named_weights import NamedWeights
-from services.trainer.backend.base import StateDigests, StepTokens, TokenLoss
+from services.trainer.backend.base import Measure, StateDigests, StepTokens, TokenLoss
 from services.trainer.backend.environment import Environment
 from services.trainer.backend.ranks.beats import Pulse
 from services.trainer.backend.ranks.ranks import Ranks
@@ -142,10 +142,10 @@ class ManyRanksBackend(_ManyRanks):
         """Have the step learn demonstrations too; see `TrainBackend.add_demonstrations`."""
         self._command("add_demonstrations", sequences)
 
-    def finish_step(self) -> dict[str, float]:
-        """Update the weights; see `TrainBackend.finish_step`."""
-        metrics: dict[str, float] = self._command("finish_step")
-        return metrics
+    def finish_step(self) -> Measure:
+        """Update the weights; see `TrainBackend.finish_step`. Rank 0 alone computes the metrics."""
+        measure: Measure = self._command("finish_step")
+        return measure
 
     def step_tokens(self) -> StepTokens | None:
         """Return the tokens of the step that was finished last; rank 0 knows those of all ranks."""

@@ -267,7 +267,7 @@ def test_a_step_in_chunks_is_reproduced(run: RecordedRun, tmp_path: Path) -> Non
             recorder.add(chunk, {sha256: recording.images[sha256] for group in chunk for sha256 in group.images})
             assert read_recording(run.groups, 2).groups[-1].id == chunk[-1].id, "it can be replayed as far as it is"
             backend.accumulate([reader.read(group, recording.images) for group in chunk])
-        metrics = backend.finish_step()
+        metrics = backend.finish_step()()
     recorded = run.recording(2)
     assert recorded.inputs.groups == recording.inputs.groups[::-1]
     assert recorded.inputs.chunks == (3, 1, 4)

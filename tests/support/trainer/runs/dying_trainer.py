@@ -27,6 +27,7 @@ from penstock.runtime.process import end_task
 from services.trainer.admission.config import FilterConfig
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.backend.base import Measure
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
@@ -77,9 +78,9 @@ class DeadlyBackend:
             wait_until(lambda: self._ledger.num_receipts >= NUM_GROUPS)
             die()
 
-    def finish_step(self) -> dict[str, float]:
+    def finish_step(self) -> Measure:
         """Measure what the loop looks at."""
-        return {"num_groups": 2.0, "num_groups_without_gradient": 0.0, "grad_norm": 1.0}
+        return lambda: {"num_groups": 2.0, "num_groups_without_gradient": 0.0, "grad_norm": 1.0}
 
 
 async def main(url: str, run: str, folder: Path, mode: str) -> None:

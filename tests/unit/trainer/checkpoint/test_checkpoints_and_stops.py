@@ -61,11 +61,13 @@ async def test_the_times_of_a_step_include_its_wait_for_the_checkpoint_before(tm
             run.finish(*range(first, first + 4))
             while run.position.announced_version != first // 4 + 2:
                 await asyncio.sleep(0)
+        await until(lambda: rows.written)
         await settled()
         assert [row["step"] for row in rows.written] == [1]
         checkpoints.may_settle.set()
-        while len(rows.written) < 2:
-            await asyncio.sleep(0)
+        await until(lambda: len(rows.written) == 2)
+        run.stop.set()
+        await promptly(run.task)
         assert rows.written[1]["checkpoint_wait_s"] == checkpoints.metrics[3]["checkpoint_wait_s"]
 
 
