@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from penstock.bus.buckets.replica_lease import read_replica
-from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import connect
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
@@ -24,11 +23,9 @@ from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from penstock.weights.named_weights import NamedWeights
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.testing.engine_process import EngineProcess, log_events
-from services.trainer.config import WeightSyncConfig
-from services.trainer.weight_sync.publisher import WeightPublisher
-from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.support.engine.adapters import with_adapters
 from tests.support.engine.pd_pairs import Pair, PairHost, missing_for_pairs, pair_host
+from tests.support.engine.publisher import engine_publisher
 from tests.support.engine.push import Push
 from tests.support.engine.reference import (
     TOLERANCE,
@@ -43,6 +40,7 @@ from tests.support.engine.rest import until_at_rest
 from tests.support.engine.traffic import Traffic
 from tests.support.router.routers import router
 from tests.support.waiting import until
+from tests.support.weights.publishing import watching
 
 pytestmark = [
     pytest.mark.engine,
@@ -164,14 +162,12 @@ async def test_leases_tell_what_a_pair_needs_to_know(engine: EngineProcess, pair
         assert 0 < replica.max_tokens < 1024
     assert (prefill.disaggregation.bootstrap_host, decode.disaggregation.bootstrap_host) == ("127.0.0.1", "")
     assert prefill.disaggregation.bootstrap_port > 0 == decode.disaggregation.bootstrap_port
-    async with connect(BusConfig(url=nats_url), run=run_of(engine)) as bus:
-        bucket = await bus.bucket("replicas", ttl_s=BusConfig().lease_ttl_s)
-        async with watched(bucket, ttl_s=BusConfig().lease_ttl_s) as watch:
-            await until(lambda: {prefill.replica_id, decode.replica_id} <= watch.values.keys())
-            for replica in (prefill, decode):
-                leased = read_replica(replica.replica_id, watch.values[replica.replica_id])
-                assert leased is not None
-                assert (leased.role, leased.disaggregation) == (replica.role, replica.disaggregation)
+    async with connect(BusConfig(url=nats_url), run=run_of(engine)) as bus, watching(bus) as watch:
+        await until(lambda: {prefill.replica_id, decode.replica_id} <= watch.values.keys())
+        for replica in (prefill, decode):
+            leased = read_replica(replica.replica_id, watch.values[replica.replica_id])
+            assert leased is not None
+            assert (leased.role, leased.disaggregation) == (replica.role, replica.disaggregation)
     made = [turn("text", max_new_tokens=900, seed=seed) for seed in range(24)]
     for each in made:
         each.sampling.ignore_end = True
@@ -291,33 +287,23 @@ async def test_a_pair_takes_weights_over_each_transport(
 ) -> None:
     """With the trainer's own publisher, twice, and then as adapters, which both peers merge into what they hold; each
     time the pair's tokens have the new version's logprobs. The tests above broadcast."""
-    bus_config, made = BusConfig(url=nats_url), turn("image", max_new_tokens=16)
-    sync = WeightSyncConfig.model_validate({"transport": transport})
+    made = turn("image", max_new_tokens=16)
+    files_dir = tmp_path / "weights" if transport == "disk" else None
     version = max([(await each.replica()).policy_version for each in (engine, *pair.engines)])
-    async with connect(bus_config, run=run_of(engine)) as bus:
-        bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
-        async with watched(bucket, ttl_s=bus_config.lease_ttl_s) as watch:
-            replica_ids = {(await each.replica()).replica_id for each in (engine, *pair.engines)}
-            await until(lambda: replica_ids <= watch.values.keys())
-            files = WeightFileStore.of_run(sync, tmp_path)
-            publisher = WeightPublisher(
-                config=sync,
-                host="127.0.0.1",
-                replicas=watch,
-                backend="gloo",
-                files=files,
-                max_bucket_bytes=1 << 16,
-            )
-            try:
-                policies = [pair.policy.perturbed(seed) for seed in (21, 22)]
-                pushed = [(NamedWeights.of(policy.weights), policy) for policy in policies]
-                for weights, policy in (*pushed, with_adapters(policies[-1], seed=23)):
-                    version += 1
-                    assert (await publisher.publish(publisher.take(version, weights))).num_failed == 0
-                    assert await pair.version() == version
-                    require_logprobs({version: policy}, made, await pair.generate(made))
-            finally:
-                await publisher.close()
+    async with (
+        connect(BusConfig(url=nats_url), run=run_of(engine)) as bus,
+        watching(bus) as watch,
+        engine_publisher(watch, files_dir=files_dir, transport=transport) as publisher,
+    ):
+        replica_ids = {(await each.replica()).replica_id for each in (engine, *pair.engines)}
+        await until(lambda: replica_ids <= watch.values.keys())
+        policies = [pair.policy.perturbed(seed) for seed in (21, 22)]
+        pushed = [(NamedWeights.of(policy.weights), policy) for policy in policies]
+        for weights, policy in (*pushed, with_adapters(policies[-1], seed=23)):
+            version += 1
+            assert (await publisher.publish(publisher.take(version, weights))).num_failed == 0
+            assert await pair.version() == version
+            require_logprobs({version: policy}, made, await pair.generate(made))
     for each in pair.engines:
         received = [event["transport"] for event in log_events(each.log) if event["event"] == "weights.received"]
         assert received[-3:] == [transport] * 3

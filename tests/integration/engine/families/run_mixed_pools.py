@@ -2,7 +2,6 @@
 trainer's model. Not collected by default: `make test-families`."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -10,20 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import connect
 from penstock.config import BusConfig
 from penstock.v1 import common_pb2
 from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.engine_process import EngineProcess, engine_process, log_events
-from services.trainer.config import WeightSyncConfig
-from services.trainer.weight_sync.publisher import WeightPublisher
-from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.support.engine.family import FELT, MOST, Plays, difference
 from tests.support.engine.pd_pairs import Pair, missing_for_pairs
+from tests.support.engine.publisher import engine_publisher
 from tests.support.engine.push import Push
 from tests.support.engine.reference import Reference, until_replica
 from tests.support.trainer.families import heard_in_engines, write_model
+from tests.support.weights.publishing import kept_current, watching
 
 pytestmark = [
     pytest.mark.engine,
@@ -132,23 +129,21 @@ async def test_engines_of_one_process_and_of_two_take_each_push(
     model = write_model(heard_in_engines(kind), tmp_path / kind)
     policies = [Reference(model)]
     policies += [policies[0].perturbed(seed) for seed in range(1, 2 + len(WAYS))]
-    async with contextlib.AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         config = BusConfig(url=nats_url, lease_ttl_s=30.0)  # it does not lapse while the machine is busy
         bus = await stack.enter_async_context(connect(config, run=tmp_path.name))
-        bucket = await bus.bucket("replicas", ttl_s=config.lease_ttl_s)
-        watch = await stack.enter_async_context(watched(bucket, ttl_s=config.lease_ttl_s))
-        first = publisher_of(stack, watch, "broadcast", files_dir=tmp_path / "weights")
+        watch = await stack.enter_async_context(watching(bus))
+        joined = engine_publisher(watch, files_dir=tmp_path / "weights", transport="broadcast")
+        first = await stack.enter_async_context(joined)
         await first.publish(first.take(1, NamedWeights.of(policies[1].weights)))
-        keeping = asyncio.create_task(first.keep_current())
-        engines = await stack.enter_async_context(engines_that_join(model, nats_url, tmp_path, pool))
-        try:
+        async with kept_current(first):
+            engines = await stack.enter_async_context(engines_that_join(model, nats_url, tmp_path, pool))
             await require_same(engines, policies[1], 1)
-        finally:
-            keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await keeping
         folders = {"disk": tmp_path / "pushed"}
-        publishers = {way: publisher_of(stack, watch, way, files_dir=folders.get(way)) for way in WAYS}
+        publishers = {
+            way: await stack.enter_async_context(engine_publisher(watch, files_dir=folders.get(way), transport=way))
+            for way in dict.fromkeys(WAYS)
+        }
         for version, way in enumerate(WAYS, start=2):
             weights = NamedWeights.of(policies[version].weights)
             report = await publishers[way].publish(publishers[way].take(version, weights))
@@ -164,17 +159,3 @@ async def test_engines_of_one_process_and_of_two_take_each_push(
             pushed[full] = fault(pushed[full])
             await Push(engines[1], pushed, version + number).complete()
             assert await difference(engines[1], newest) > FELT, what
-
-
-def publisher_of(stack: AsyncExitStack, watch: Watch, transport: str, *, files_dir: Path | None) -> WeightPublisher:
-    """A trainer's publisher, which the stack closes."""
-    publisher = WeightPublisher(
-        config=WeightSyncConfig(mode="retract", transport=transport),
-        host="127.0.0.1",
-        replicas=watch,
-        backend="gloo",
-        files=WeightFileStore(files_dir),
-        max_bucket_bytes=1 << 16,
-    )
-    stack.push_async_callback(publisher.close)
-    return publisher

@@ -11,21 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import connect
 from penstock.config import BusConfig
 from penstock.v1 import common_pb2, generate_pb2
 from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.engine_process import EngineProcess, engine_process
-from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.process_group import WeightProcessGroup
-from services.trainer.weight_sync.publisher import WeightPublisher
-from services.trainer.weight_sync.transports.disk import WeightFileStore
+from tests.support.engine.publisher import engine_publisher
 from tests.support.engine.reference import Reference, picture, prompt, request, require_logprobs, until_replica
 from tests.support.engine.traffic import Traffic
 from tests.support.router.routers import Caller, router
 from tests.support.waiting import HANG_S
-from tests.support.weights.publishing import kept_current
+from tests.support.weights.publishing import kept_current, watching
 
 pytestmark = [
     pytest.mark.engine,
@@ -81,9 +78,8 @@ async def test_an_engine_is_killed_while_it_receives_weights(
     tiny_model_path: Path, nats_url: str, tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that ran is lost, every token is of the policy that it says; the next engine gets weights and calls."""
-    bus_config = BusConfig(url=nats_url)
     policies = {version: reference.perturbed(version) for version in (1, 2)}
-    async with connect(bus_config, run=RUN) as bus, contextlib.AsyncExitStack() as stack:
+    async with connect(BusConfig(url=nats_url), run=RUN) as bus, contextlib.AsyncExitStack() as stack:
 
         async def start(name: str) -> EngineProcess:
             folder = tmp_path / name / RUN
@@ -92,17 +88,8 @@ async def test_an_engine_is_killed_while_it_receives_weights(
             return await stack.enter_async_context(engine_process(tiny_model_path, nats_url, folder, **settings))
 
         survivor, victim = await asyncio.gather(start("survivor"), start("victim"))
-        bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
-        watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
-        publisher = WeightPublisher(
-            config=WeightSyncConfig(transport="broadcast"),
-            host="127.0.0.1",
-            replicas=watch,
-            backend="gloo",
-            files=WeightFileStore(None),
-            max_bucket_bytes=1 << 16,
-        )
-        stack.push_async_callback(publisher.close)
+        watch = await stack.enter_async_context(watching(bus))
+        publisher = await stack.enter_async_context(engine_publisher(watch, transport="broadcast"))
         caller = await stack.enter_async_context(router(bus, wait_for_replica_s=60.0))
         await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 2)
         async with asyncio.timeout(HANG_S):

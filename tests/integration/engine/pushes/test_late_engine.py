@@ -1,6 +1,5 @@
 """Engines that join a run late: real SGLang is brought to the published version, from a snapshot or over a group."""
 
-import asyncio
 import contextlib
 import random
 from pathlib import Path
@@ -9,18 +8,17 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import connect
 from penstock.config import BusConfig
 from penstock.v1 import common_pb2
 from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.engine_process import EngineProcess, engine_process, log_events
-from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.publisher import WeightPublisher
-from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.support.engine.adapters import with_adapters
+from tests.support.engine.publisher import engine_publisher
 from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
 from tests.support.waiting import until
+from tests.support.weights.publishing import kept_current, watching
 
 pytestmark = [
     pytest.mark.engine,
@@ -54,29 +52,18 @@ async def test_engines_that_join_late(
     time. One engine is a process, the other's layers are shared by two; what changed is sent to the first alone. The
     last versions are adapters, which both merge into what they hold. kill -9 of an engine takes all its processes.
     """
-    config = WeightSyncConfig(mode="in_place")
-
-    def publishing(watch: Watch, *, files_dir: Path | None = None, **settings: object) -> WeightPublisher:
-        publisher = WeightPublisher(
-            config=config.model_copy(update=settings),
-            host="127.0.0.1",
-            replicas=watch,
-            backend="gloo",
-            files=WeightFileStore(files_dir),
-            max_bucket_bytes=1 << 16,
-        )
-        stack.push_async_callback(publisher.close)
-        return publisher
-
     bus_config = BusConfig(url=nats_url, lease_ttl_s=30.0)  # it does not lapse while the machine is busy
     async with connect(bus_config, run=tmp_path.name) as bus, contextlib.AsyncExitStack() as stack:
-        bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
-        watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
-        publisher = publishing(watch, files_dir=tmp_path / "weights", transport="broadcast")
+        watch = await stack.enter_async_context(watching(bus))
+
+        async def publisher_of(transport: str, files_dir: Path | None = None) -> WeightPublisher:
+            made = engine_publisher(watch, files_dir=files_dir, mode="in_place", transport=transport)
+            return await stack.enter_async_context(made)
+
+        publisher = await publisher_of("broadcast", tmp_path / "weights")
         policies = {version: reference.perturbed(version) for version in range(7, 12)}
         await publisher.publish(publisher.take(7, NamedWeights.of(policies[7].weights)))
-        keeping = asyncio.create_task(publisher.keep_current())
-        try:
+        async with kept_current(publisher):
             settings = {"max_running": 8, "context_length": 512, "grace_s": 1.0, "lease_ttl_s": bus_config.lease_ttl_s}
             engines = []
             for num_ranks in (1, 2):
@@ -91,13 +78,7 @@ async def test_engines_that_join_late(
                 )
             for engine in engines:
                 await assert_serves(engine, policies[7], 7)
-        finally:
-            keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await keeping
-        broadcast, memory, delta = (
-            publishing(watch, transport=name) for name in ("broadcast", "shared_memory", "delta")
-        )
+        broadcast, memory, delta = [await publisher_of(name) for name in ("broadcast", "shared_memory", "delta")]
         with capture_logs() as events:
             for version, publisher in ((8, broadcast), (9, memory), (10, delta), (11, delta)):
                 report = await publisher.publish(publisher.take(version, NamedWeights.of(policies[version].weights)))
