@@ -10,8 +10,8 @@ import pytest
 from services.plan import working_memory
 from services.plan.model_shape import ModelShape
 from services.plan.working_memory import RowShape, make_row, working_bytes
+from tests.support.plan.torchs_tracker import beside_weights, tracking_beside
 from tests.support.trainer.families import random_qwen3_vl
-from tests.support.trainer.torchs_tracker import beside_weights, tracking_beside
 
 TEXT: dict[str, Any] = {
     **{"head_dim": 128, "vocab_size": 151936, "num_key_value_heads": 8},

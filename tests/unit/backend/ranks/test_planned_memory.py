@@ -23,11 +23,11 @@ from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.sharding import local_shard
 from services.trainer.batching.sequences import open_reader
 from services.trainer.weight_sync.snapshot import WeightSnapshot
+from tests.support.plan.torchs_tracker import peak_beside
 from tests.support.trainer.families import heard, random_qwen3, random_qwen3_moe, write_model
 from tests.support.trainer.groups import IMAGES, make_group
 from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
-from tests.support.trainer.torchs_tracker import peak_beside
 from tests.unit.backend.ranks.test_pushed_rows import go_far, write_together
 from tests.unit.backend.ranks.test_ranks import backend_of
 
