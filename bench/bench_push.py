@@ -34,6 +34,7 @@ from penstock.bus.buckets.watch import watched  # noqa: E402
 from penstock.bus.connection import Bus, connect  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
+from penstock.runtime.security import Security  # noqa: E402
 from penstock.telemetry import log  # noqa: E402
 from penstock.weights.digest import MULTILINEAR, XXH3, tensor_digests  # noqa: E402
 from penstock.weights.manifest import Manifest, specs_of  # noqa: E402
@@ -111,7 +112,12 @@ async def publishing(
     ttl_s = bus.config.lease_ttl_s
     async with watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s) as watch:
         publisher = WeightPublisher(
-            config=config, host="127.0.0.1", replicas=watch, backend=backend, files=WeightFileStore(folder)
+            config=config,
+            host="127.0.0.1",
+            replicas=watch,
+            backend=backend,
+            files=WeightFileStore(folder),
+            security=Security.from_environment(),
         )
         async with asyncio.timeout(120):
             while publisher.num_live_replicas < num_replicas:

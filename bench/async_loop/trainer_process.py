@@ -13,6 +13,7 @@ from bench.async_loop.simulated_backend import SimulatedBackend
 from bench.async_loop.workload import Workload
 from penstock import config as configuration
 from penstock.runtime import process
+from penstock.runtime.security import Security
 from penstock.telemetry import log
 from services.launch.settings import service_settings
 from services.recipe import Recipe
@@ -31,7 +32,9 @@ def main() -> int:
     torch.set_num_threads(1)
     backend = SimulatedBackend(recipe.trainer, Workload.read(options.workload), options.steps_file)
     settings = service_settings.for_trainer(recipe)
-    return process.run(lambda stop: serve(settings, stop, open_backend=lambda _: backend))
+    return process.run(
+        lambda stop: serve(settings, stop, security=Security.from_environment(), open_backend=lambda _: backend)
+    )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ async def ensure_span_stream(bus: Bus) -> None:
 
 
 @asynccontextmanager
-async def sending_spans(config: BusConfig, *, run: str, security: Security | None = None) -> AsyncIterator[None]:
+async def sending_spans(config: BusConfig, *, run: str, security: Security) -> AsyncIterator[None]:
     """Send the spans of this process during the context, over a connection of their own.
 
     Does nothing if the process keeps no spans, or has no bus. No failure leaves it.
@@ -92,7 +92,7 @@ async def sending_spans(config: BusConfig, *, run: str, security: Security | Non
         await asyncio.gather(sending, return_exceptions=True)
 
 
-async def _keep_sending(config: BusConfig, run: str, security: Security | None, ending: asyncio.Event) -> None:
+async def _keep_sending(config: BusConfig, run: str, security: Security, ending: asyncio.Event) -> None:
     while True:
         try:
             async with connect(config, run=run, security=security) as bus:

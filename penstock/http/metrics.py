@@ -43,9 +43,7 @@ def add_metrics_page(app: FastAPI) -> None:
 
 
 @asynccontextmanager
-async def serving(
-    port: int, run: RunConfig, network: NetworkConfig, security: Security | None = None
-) -> AsyncIterator[HttpServer]:
+async def serving(port: int, run: RunConfig, network: NetworkConfig, security: Security) -> AsyncIterator[HttpServer]:
     """Serve nothing but the metrics on `port` during the context; 0 takes any free port.
 
     Raises:

@@ -18,7 +18,7 @@ def targets_folder(run_folder: Path) -> Path:
 
 @asynccontextmanager
 async def serving_metrics(
-    config: MetricsConfig, run: RunConfig, network: NetworkConfig, security: Security | None = None
+    config: MetricsConfig, run: RunConfig, network: NetworkConfig, security: Security
 ) -> AsyncIterator[None]:
     """Serve /metrics on `config.port` during the context, if that is set; see `penstock.http.metrics`.
 

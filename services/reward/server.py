@@ -118,7 +118,7 @@ async def running(
         await pool.close()
 
 
-async def serve(settings: RewardSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
+async def serve(settings: RewardSettings, stop: asyncio.Event, *, security: Security) -> None:
     """Run the reward service until `stop` is set, then drain it."""
     async with (
         running(settings.reward, host=settings.network.host, grace_s=settings.run.grace_s, security=security),

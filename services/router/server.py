@@ -83,7 +83,7 @@ async def routing(
                 routes.close()
 
 
-async def serve(settings: RouterSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
+async def serve(settings: RouterSettings, stop: asyncio.Event, *, security: Security) -> None:
     """Run a router until `stop`.
 
     Needs its own process, because it keeps transformers from importing torch.

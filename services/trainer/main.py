@@ -36,7 +36,7 @@ async def serve(
     settings: TrainerSettings,
     stop: asyncio.Event,
     *,
-    security: Security | None = None,
+    security: Security,
     open_backend: OpenBackend = on_ranks,
 ) -> None:
     """Train with the backend of `open_backend` until the recipe's last step or until `stop`, then draw the curves.
@@ -85,7 +85,7 @@ def _keep_recipe(settings: TrainerSettings, folder: Path) -> None:
 
 
 async def _serve_progress(
-    settings: TrainerSettings, progress: Progress, security: Security | None, stack: AsyncExitStack
+    settings: TrainerSettings, progress: Progress, security: Security, stack: AsyncExitStack
 ) -> None:
     server = RpcServer(host=settings.network.host, port=settings.trainer.port, key="trainer.port", security=security)
     name = service_name(trainer_pb2.DESCRIPTOR, "TrainerService")

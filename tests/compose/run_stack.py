@@ -288,7 +288,7 @@ def scale(project: Stack, num_rollouts: int) -> float:
 
 def num_routable(project: Stack) -> int:
     """Engines that the router gives calls to."""
-    pool = describe_pool(fetch_pool(f"127.0.0.1:{project.port('PENSTOCK_ROUTER_PORT')}"))
+    pool = describe_pool(fetch_pool(f"127.0.0.1:{project.port('PENSTOCK_ROUTER_PORT')}", Security()))
     return sum(replica["routable"] for replica in pool["replicas"])
 
 

@@ -14,7 +14,7 @@ from services.cli.console import open_console
 _TIMEOUT_S = 10.0
 
 
-def fetch_pool(address: str, security: Security | None = None) -> router_pb2.ListReplicasResponse:
+def fetch_pool(address: str, security: Security) -> router_pb2.ListReplicasResponse:
     """Ask the router at `address` for its pool.
 
     Raises:
@@ -29,7 +29,7 @@ def fetch_pool(address: str, security: Security | None = None) -> router_pb2.Lis
 
 
 def drain(
-    address: str, replica_id: str, *, grace_s: float, security: Security | None = None
+    address: str, replica_id: str, *, grace_s: float, security: Security
 ) -> router_pb2.RouterServiceDrainReplicaResponse:
     """Have the router at `address` drain a replica, and wait until it is empty.
 

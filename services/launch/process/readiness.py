@@ -10,7 +10,7 @@ from penstock.runtime.security import Security
 _TIMEOUT_S = 2.0
 
 
-async def serves_grpc(address: str, security: Security | None = None) -> bool:
+async def serves_grpc(address: str, security: Security) -> bool:
     """Return whether the server at `address` (host:port) reports SERVING; `security` has the tokens for it."""
     async with connect(address, security) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -75,7 +75,7 @@ class EngineServer:
         await self.drain.run(0.0 if has_failed else grace_s)
 
 
-async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
+async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Security) -> None:
     """Run an engine until `stop` is set, then drain it.
 
     Raises:
@@ -116,7 +116,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
 
 
 @asynccontextmanager
-async def _bucket(settings: EngineSettings, security: Security | None) -> AsyncIterator[tuple[Bus, KeyValue]]:
+async def _bucket(settings: EngineSettings, security: Security) -> AsyncIterator[tuple[Bus, KeyValue]]:
     """Connect to the bus during the context, and find the bucket of leases."""
     async with connect(settings.bus, run=settings.run.name, security=security) as bus:
         yield bus, await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)
@@ -124,7 +124,7 @@ async def _bucket(settings: EngineSettings, security: Security | None) -> AsyncI
 
 @asynccontextmanager
 async def _reached_again(
-    settings: EngineSettings, security: Security | None, ends: Collection[asyncio.Event]
+    settings: EngineSettings, security: Security, ends: Collection[asyncio.Event]
 ) -> AsyncIterator[tuple[Bus, KeyValue] | None]:
     """As `_bucket`, however long NATS is away, since it was there before the load; None if one of `ends` comes first.
 
@@ -162,7 +162,7 @@ async def _announce(
 
 @asynccontextmanager
 async def _measured(
-    settings: EngineSettings, server: EngineServer, sglang_metrics: SglangMetrics | None, security: Security | None
+    settings: EngineSettings, server: EngineServer, sglang_metrics: SglangMetrics | None, security: Security
 ) -> AsyncIterator[None]:
     """Serve the engine's metrics and SGLang's during the context, if the recipe wants that."""
     with ExitStack() as sources:
@@ -181,9 +181,9 @@ async def running(
     network: NetworkConfig,
     grace_s: float,
     group_timeout_s: float,
+    security: Security,
     float32_head: bool = False,
     router_replay: bool = False,
-    security: Security | None = None,
     enable_metrics: bool = False,
 ) -> AsyncIterator[EngineServer]:
     """Run an engine and its gRPC server during the context, without a lease.

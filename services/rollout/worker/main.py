@@ -54,7 +54,7 @@ async def serve(
     settings: WorkerSettings,
     stop: asyncio.Event,
     *,
-    security: Security | None = None,
+    security: Security,
     max_deliveries: int = MAX_DELIVERIES,
     wait_timeout_s: float = WAIT_TIMEOUT_S,
     loop_limit_s: float = LIMIT_S,
@@ -70,7 +70,6 @@ async def serve(
         SetupError: NATS is out of reach, or has lost the run's data.
     """
     config = settings.worker
-    security = security or Security.from_environment()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     environments = EnvironmentRegistry(
         config.environments, security=security, max_processes=config.environment_processes

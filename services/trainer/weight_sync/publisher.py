@@ -66,12 +66,12 @@ class WeightPublisher:
     """torch.distributed backend of broadcasts: nccl or gloo."""
     files: WeightFileStore
     """Writes weight files if configured; late joiners read them."""
+    security: Security
+    """Tokens and TLS of the calls to replicas."""
     keeps_on_host: bool = False
     """Whether snapshots are in the host's memory: the weights are sharded or offloaded, so a GPU has no room for a full
     copy."""
     failed_replicas: FailedReplicas = field(default_factory=FailedReplicas)
-    security: Security | None = None
-    """Tokens and TLS of the calls to replicas; None uses the tokens from the environment."""
     max_bucket_bytes: int = MAX_BUCKET_BYTES
     _current: WeightSnapshot | None = None
     _base_digests: Mapping[str, int] = field(default_factory=dict)

@@ -36,7 +36,7 @@ class ReplicaPool:
     """The `replicas` bucket."""
     failed: FailedReplicas
     """Replicas whose last push failed."""
-    security: Security | None
+    security: Security
     """Tokens and TLS of the calls to replicas; None uses the tokens from the environment."""
     answer_within_s: float
     """Deadline in seconds for a replica to report its state."""

@@ -19,6 +19,7 @@ from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.bus.span_stream import SEND_EVERY_S, SpanReader, StoredBatch, ensure_span_stream, sending_spans
 from penstock.config import BusConfig
+from penstock.runtime.security import Security
 from penstock.telemetry import spans
 from services.trainer.telemetry import span_files
 from services.trainer.telemetry.span_files import collecting_spans
@@ -46,7 +47,7 @@ async def test_spans_reach_the_run_folder_each_once(
     monkeypatch.setattr(span_files, "_LAST_S", HANG_S)
     config = BusConfig(url=nats_url)
     async with connect(config, run=run_name) as bus:
-        async with sending_spans(config, run=run_name):
+        async with sending_spans(config, run=run_name, security=Security()):
             async with collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
                 spans.record("turn", time.monotonic(), turn=0)
                 await until(lambda: _turns(tmp_path) == [0])
@@ -80,7 +81,7 @@ async def test_spans_wait_while_the_server_is_away(
         port, config = int(url.rsplit(":", 1)[1]), BusConfig(url=url)
         async with (
             connect(config, run=run_name) as bus,
-            sending_spans(config, run=run_name),
+            sending_spans(config, run=run_name, security=Security()),
             collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES),
         ):
             spans.record("turn", time.monotonic(), turn=0)
@@ -157,7 +158,10 @@ async def test_a_stream_of_an_earlier_release_goes_on(
     with monkeypatch.context() as earlier:
         earlier.setattr(Bus, "unsynced", Bus.jetstream)
         await ensure_span_stream(bus)
-    async with sending_spans(bus_config, run=run_name), collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
+    async with (
+        sending_spans(bus_config, run=run_name, security=Security()),
+        collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES),
+    ):
         spans.record("turn", time.monotonic(), turn=0)
         await until(lambda: _turns(tmp_path) == [0])
     assert (await bus.jetstream.stream_info(bus.spans.name)).config.persist_mode is None
@@ -207,7 +211,10 @@ async def test_a_fetch_that_brings_nothing_does_not_end_the_collecting(
     monkeypatch.setattr(JetStreamContext.PullSubscription, "fetch", fetch_nothing_first)
     config = BusConfig(url=nats_url)
     async with connect(config, run=run_name) as bus:
-        async with sending_spans(config, run=run_name), collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
+        async with (
+            sending_spans(config, run=run_name, security=Security()),
+            collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES),
+        ):
             spans.record("turn", time.monotonic(), turn=0)
             await until(lambda: _turns(tmp_path) == [0])
         await bus.delete_run()
@@ -219,6 +226,9 @@ async def test_a_process_runs_without_a_server_and_ends_promptly(
     """Spans are no reason to wait, at the start or during the run, and at the end not for long."""
     monkeypatch.setattr("penstock.bus.connection._CONNECT_TIMEOUT_S", 600.0)
     assert span_stream._LAST_WORDS_S <= 2.0
-    async with asyncio.timeout(HANG_S), sending_spans(BusConfig(url="nats://127.0.0.1:1"), run=run_name):
+    async with (
+        asyncio.timeout(HANG_S),
+        sending_spans(BusConfig(url="nats://127.0.0.1:1"), run=run_name, security=Security()),
+    ):
         spans.record("turn", time.monotonic())
         await asyncio.sleep(0.1)

@@ -14,6 +14,7 @@ from penstock.bus.connection import connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
 from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
 from services.rollout.engine import server
 from tests.support.waiting import HANG_S, until
 
@@ -88,7 +89,7 @@ async def waiting_engine(
 
         monkeypatch.setattr(server, "running", running)
         with structlog.testing.capture_logs() as logs:
-            serving = asyncio.create_task(server.serve(settings, stop))
+            serving = asyncio.create_task(server.serve(settings, stop, security=Security()))
             await until(lambda: serving.done() or any(each["event"] == "engine.bus_away" for each in logs))
             assert not serving.done()
             yield serving

@@ -1,6 +1,7 @@
 """When a process of a run counts as up, and what a run says of itself."""
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -197,7 +198,7 @@ asyncio.run(main())
         phase=StopPhase.SERVE,
         address="127.0.0.1:0",
         port_key="router.port",
-        is_ready=serves_grpc,
+        is_ready=functools.partial(serves_grpc, security=Security()),
     )
     reaper = await Reaper.start()
     child = Child(spec, log=BoundedLog(tmp_path / "router.log"), backend=LocalBackend(reaper))
@@ -247,11 +248,11 @@ async def test_what_does_not_serve_is_not_ready(nats_url: str) -> None:
     """Not a server that drains, nor a port with nobody, nor another protocol; a nats-server is by its greeting."""
     server = RpcServer(host="127.0.0.1", port=0)
     await server.start()
-    await until(lambda: serves_grpc(server.address))
+    await until(lambda: serves_grpc(server.address, Security()))
     assert not await serves_nats(server.address)
     await server.set_serving(False)
-    assert not await serves_grpc(server.address)
+    assert not await serves_grpc(server.address, Security())
     await server.drain(0.0)
-    assert not await serves_grpc(server.address)
+    assert not await serves_grpc(server.address, Security())
     await until(lambda: serves_nats(nats_url.removeprefix("nats://")))
-    assert not await serves_grpc(nats_url.removeprefix("nats://"))
+    assert not await serves_grpc(nats_url.removeprefix("nats://"), Security())

@@ -16,6 +16,7 @@ from penstock.config import BusConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError, InvalidRequestError, OverloadedError, PoisonError, PromptTooLongError
 from penstock.model.chat.chat_template import Renderer
 from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
 from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2
@@ -303,7 +304,11 @@ async def _received(client: socket.socket) -> AsyncIterator[bytes]:
 async def test_the_frontend_needs_a_model() -> None:
     """Said before anything starts."""
     with pytest.raises(ConfigError, match=r"router.http_port = 0 needs the model's tokenizer; give --model.path"):
-        await serve(RouterSettings(router=RouterConfig(http_port=0), run=RunConfig(), bus=BusConfig()), asyncio.Event())
+        await serve(
+            RouterSettings(router=RouterConfig(http_port=0), run=RunConfig(), bus=BusConfig()),
+            asyncio.Event(),
+            security=Security(),
+        )
 
 
 async def test_what_fails_in_mid_stream_is_told_in_the_stream(harness: Harness) -> None:

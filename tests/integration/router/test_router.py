@@ -24,6 +24,7 @@ from penstock.errors import (
 from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, write_published_version
 from penstock.rpc.channel import connect as connect_channel
 from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc, trainer_pb2
@@ -375,9 +376,13 @@ async def test_serves_a_recipe_until_told_to_stop(bus_config: BusConfig, run_nam
     async with local_port() as port:
         sections = {"bus": bus_config, "run": RunConfig(name=run_name)}
         with pytest.raises(SetupError, match=rf"router\.port: .*127\.0\.0\.1:{port}.*in use"):
-            await serve(RouterSettings(router=RouterConfig(port=port), **sections), asyncio.Event())
+            await serve(
+                RouterSettings(router=RouterConfig(port=port), **sections), asyncio.Event(), security=Security()
+            )
     stop = asyncio.Event()
-    task = asyncio.create_task(serve(RouterSettings(router=RouterConfig(port=port), **sections), stop))
+    task = asyncio.create_task(
+        serve(RouterSettings(router=RouterConfig(port=port), **sections), stop, security=Security())
+    )
     async with connect_channel(f"127.0.0.1:{port}") as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=10.0, wait_for_ready=True)

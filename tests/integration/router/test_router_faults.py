@@ -12,6 +12,7 @@ from penstock.bus.connection import Bus
 from penstock.clients.generate import GenerateClient
 from penstock.config import BusConfig, RunConfig
 from penstock.errors import MissingImageError, NotReadyError, OverloadedError, PoisonError, UnavailableError
+from penstock.runtime.security import Security
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import common_pb2, generate_pb2, router_pb2
@@ -289,7 +290,7 @@ async def test_a_router_that_can_no_longer_follow_the_pool_ends(
     recipe = RouterSettings(router=RouterConfig(), bus=bus_config, run=RunConfig(name=run_name))
     async with contextlib.AsyncExitStack() as stack:
         with capture_logs() as events:
-            serving = asyncio.create_task(serve(recipe, asyncio.Event()))
+            serving = asyncio.create_task(serve(recipe, asyncio.Event(), security=Security()))
             engine = await stack.enter_async_context(SimulatedEngine(bus, replica_id="one").running())
             await until(lambda: "replica.joined" in [event["event"] for event in events])
         assert not serving.done()

@@ -7,6 +7,7 @@ import pytest
 import structlog
 
 from penstock.bus.connection import Bus
+from penstock.runtime.security import Security
 from services.launch.settings.service_settings import for_trainer
 from services.recipe import Recipe
 from services.trainer.backend.base import TrainBackend
@@ -37,7 +38,9 @@ async def test_the_trainer_warns_of_all_doubts_before_it_loads_its_model(
             raise LoadedError
 
         with structlog.testing.capture_logs() as logs, pytest.raises(LoadedError):
-            await serve(for_trainer(Recipe.model_validate(settings)), asyncio.Event(), open_backend=load)
+            await serve(
+                for_trainer(Recipe.model_validate(settings)), asyncio.Event(), security=Security(), open_backend=load
+            )
         return [line["reason"] for line in logs if line["event"] == "settings.doubtful"]
 
     masking, penalty, warmup = await doubts(

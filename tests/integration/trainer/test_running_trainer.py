@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.bus.connection import Bus
+from penstock.runtime.security import Security
 from services.launch.settings.service_settings import for_trainer
 from services.recipe import Recipe
 from services.trainer.backend.base import TrainBackend
@@ -38,6 +39,6 @@ async def test_a_run_without_a_launcher_is_running_until_its_trainer_ends(
         }
     )
     with pytest.raises(DiedError):
-        await serve(for_trainer(recipe), asyncio.Event(), open_backend=look)
+        await serve(for_trainer(recipe), asyncio.Event(), security=Security(), open_backend=look)
     assert seen == [(True, False)]
     assert not run.is_running

@@ -18,6 +18,7 @@ from penstock.errors import DataError
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode, encode
 from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
 from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.launch.settings import service_settings
@@ -49,7 +50,7 @@ async def recipe(make_recipe: Callable[..., Recipe]) -> AsyncIterator[Recipe]:
     """A recipe whose router runs."""
     port, stop = free_ports(1)[0], asyncio.Event()
     recipe = make_recipe(f"127.0.0.1:{port}").model_copy(update={"router": RouterConfig(port=port)})
-    router = asyncio.create_task(router_server.serve(service_settings.for_router(recipe), stop))
+    router = asyncio.create_task(router_server.serve(service_settings.for_router(recipe), stop, security=Security()))
     yield recipe
     stop.set()
     await promptly(router)

@@ -15,6 +15,7 @@ from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat.chat_template import Renderer
 from penstock.records import Prompt, Sample, TokenSequence, Verdict, VersionSpan
 from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
 from penstock.testing.answers import SpanningAPush
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.launch.settings import service_settings
@@ -52,7 +53,9 @@ async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service
     recipe = make_recipe(f"127.0.0.1:{port}")
     stop_router = asyncio.Event()
     router_recipe = recipe.model_copy(update={"router": RouterConfig(port=port)})
-    router = asyncio.create_task(router_server.serve(service_settings.for_router(router_recipe), stop_router))
+    router = asyncio.create_task(
+        router_server.serve(service_settings.for_router(router_recipe), stop_router, security=Security())
+    )
     prompt = make_prompt(run_name)
     await publish(bus, prompt)
     async with working(recipe):

@@ -14,6 +14,7 @@ from penstock.bus.image_store import hash_of
 from penstock.errors import InvalidRequestError, PoisonError, SetupError, UnavailableError
 from penstock.records import Prompt
 from penstock.records.codec import decode, encode
+from penstock.runtime.security import Security
 from penstock.telemetry import metrics
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.launch.settings import service_settings
@@ -194,7 +195,7 @@ async def test_a_worker_whose_stream_of_images_is_gone_ends_and_keeps_its_prompt
 ) -> None:
     """Each delivery would fail, until the prompts were buried: a person must start the run again."""
     settings = service_settings.for_worker(make_recipe(engine.replica.address))
-    serving = asyncio.create_task(serve(settings, asyncio.Event()))
+    serving = asyncio.create_task(serve(settings, asyncio.Event(), security=Security()))
     await publish(bus, make_prompt(run_name))
     await until_done(bus, 1)
     await bus.jetstream.delete_stream(bus.images.name)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bus.buckets.watch import Watch
+from penstock.runtime.security import Security
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
@@ -28,6 +29,7 @@ async def engine_publisher(
         replicas=watch,
         backend="gloo",
         files=WeightFileStore(files_dir),
+        security=Security(),
         max_bucket_bytes=1 << 16,
     )
     try:

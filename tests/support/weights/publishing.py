@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus
+from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
 from penstock.weights.digest import XXH3, tensor_digest
 from penstock.weights.named_weights import NamedWeights
@@ -75,6 +76,7 @@ async def publishing(
             replicas=watch,
             backend="gloo",
             files=WeightFileStore(files_dir),
+            security=Security(),
             failed_replicas=FailedReplicas(retry_after_s),
             max_bucket_bytes=max_bucket_bytes,
         )

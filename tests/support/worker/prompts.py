@@ -13,6 +13,7 @@ from penstock.bus.connection import Bus, Stream
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.records import Group, GroupId, ImagePart, Message, Prompt, Sampling, TextPart
 from penstock.records.codec import decode, encode
+from penstock.runtime.security import Security
 from services.launch.settings import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
@@ -22,13 +23,15 @@ from tests.support.waiting import HANG_S, promptly, until
 # A PNG, which has \r\n in it, and a byte of every value after its end: whatever a file holds must arrive as it is.
 PICTURE = png() + bytes(range(256))
 ANSWER = "The answer is \\boxed{3}"
+_OPEN = Security()
+"""Neither tokens nor TLS."""
 
 
 @contextlib.asynccontextmanager
-async def working(recipe: Recipe, **constants: Any) -> AsyncIterator[asyncio.Event]:
+async def working(recipe: Recipe, *, security: Security = _OPEN, **constants: Any) -> AsyncIterator[asyncio.Event]:
     """A worker during the context; yields its stop event. `constants` are other values of its constants."""
     stop = asyncio.Event()
-    task = asyncio.create_task(serve(service_settings.for_worker(recipe), stop, **constants))
+    task = asyncio.create_task(serve(service_settings.for_worker(recipe), stop, security=security, **constants))
     try:
         yield stop
     finally:

@@ -14,6 +14,7 @@ import torch
 
 from penstock.config import NetworkConfig
 from penstock.errors import SetupError, UnavailableError
+from penstock.runtime.security import Security
 from services.rollout.engine import server
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.server import _open
@@ -55,7 +56,7 @@ async def test_a_taken_port_is_said_before_anything_is_loaded(key: str) -> None:
             metrics=SimpleNamespace(port=ports["metrics.port"]),
         )
         with pytest.raises(SetupError, match=rf"{key}: cannot listen on 127\.0\.0\.1:\d+"):
-            await server.serve(asked, asyncio.Event())
+            await server.serve(asked, asyncio.Event(), security=Security())
 
 
 def load(monkeypatch: pytest.MonkeyPatch, start: Callable[..., Any], **sglang: Any) -> Any:

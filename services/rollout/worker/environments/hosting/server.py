@@ -40,9 +40,9 @@ async def serving_environments(
     registry: EnvironmentRegistry,
     names: Sequence[str],
     *,
+    security: Security,
     host: str = "127.0.0.1",
     port: int = 0,
-    security: Security | None = None,
     max_episodes: int = MAX_EPISODES,
     max_idle_s: float = MAX_IDLE_S,
     grace_s: float = 5.0,
@@ -52,10 +52,9 @@ async def serving_environments(
     Args:
         registry: Finds the environments.
         names: The served environments.
+        security: Credentials that callers must show. `PENSTOCK_ENVIRONMENT_TOKEN`, if set, replaces its token.
         host: Address to listen on.
         port: Port to listen on; 0 takes any free one.
-        security: Credentials that callers must show; None reads it from the environment. `PENSTOCK_ENVIRONMENT_TOKEN`,
-            if set, replaces its token.
         max_episodes: Episodes at once; further ones are refused with 429, and their workers try again.
         max_idle_s: Seconds without a call after which an episode ends, because its worker has vanished.
         grace_s: Seconds that running episodes get at the end.
@@ -69,7 +68,6 @@ async def serving_environments(
             f"environment_server.names has {', '.join(unknown)}, which is unknown; known: {', '.join(registry.names)}; "
             f'for one of yours add --worker.environments.{unknown[0]}="package.module:Class"'
         )
-    security = security or Security.from_environment()
     episodes = ServedEpisodes(registry, frozenset(names), max_episodes=max_episodes, max_idle_s=max_idle_s)
     server = HttpServer(
         _make_app(episodes),
@@ -93,7 +91,7 @@ async def serving_environments(
         await episodes.close()
 
 
-async def serve(settings: EnvironmentServerSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
+async def serve(settings: EnvironmentServerSettings, stop: asyncio.Event, *, security: Security) -> None:
     """Serve environments until `stop` is set, then drain.
 
     Raises:
