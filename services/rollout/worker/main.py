@@ -32,7 +32,7 @@ from services.rollout.worker.agents.runners import load_runner
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.episodes.episode import EpisodePlayer
+from services.rollout.worker.episodes.episode_player import EpisodePlayer
 from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.loop_watchdog import LIMIT_S, LoopWatchdog

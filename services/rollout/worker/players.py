@@ -6,7 +6,7 @@ from penstock.records import Prompt, Sample, Verdict
 from penstock.telemetry import spans
 from services.rollout.worker.agents.agent_player import AgentPlayer
 from services.rollout.worker.closings import Closings
-from services.rollout.worker.episodes.episode import EpisodePlayer
+from services.rollout.worker.episodes.episode_player import EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_rendering import SharedRendering
 

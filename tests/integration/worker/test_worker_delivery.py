@@ -25,7 +25,7 @@ from services.reward.config import RewardConfig
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.closings import Closings
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.episodes.episode import EpisodePlayer
+from services.rollout.worker.episodes.episode_player import EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.prompt_handler import PromptHandler

@@ -18,7 +18,8 @@ from services.rollout.worker.answer_verifier import AnswerVerifier, Verifier
 from services.rollout.worker.closings import Closings
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.episodes.episode import Episode, EpisodePlayer
+from services.rollout.worker.episodes.episode import Episode
+from services.rollout.worker.episodes.episode_player import EpisodePlayer
 from services.rollout.worker.episodes.trajectory import STOP
 from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 from services.rollout.worker.group_images import GroupImages

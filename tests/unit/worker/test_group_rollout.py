@@ -13,7 +13,8 @@ from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, Text
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.closings import Closings
-from services.rollout.worker.episodes.episode import Ending, Episode, EpisodePlayer
+from services.rollout.worker.episodes.episode import Ending, Episode
+from services.rollout.worker.episodes.episode_player import EpisodePlayer
 from services.rollout.worker.episodes.trajectory import STOP, Trajectory
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout, summarize
