@@ -15,7 +15,8 @@ from penstock.model.folder import require_model
 from services.cli.output_file import output_file
 from services.launch.checks.known_names import KnownNames, require_names
 from services.launch.checks.row_check import RowsOfRun
-from services.launch.settings import hub_models, service_settings
+from services.launch.checks.template_variables import require_template_variables
+from services.launch.settings import hub_models
 from services.recipe import Recipe
 from services.trainer.data.config import DataConfig
 from services.trainer.data.contact_sheet import Entry, render_sheet
@@ -96,7 +97,7 @@ def _checked(recipe: Recipe, *, is_sft: bool) -> Recipe:
         require_demonstrations(recipe.demonstrations)
     recipe = hub_models.with_model(recipe, with_weights=False)
     model = None if recipe.model is None else recipe.model.path
-    service_settings.require_template_variables(recipe, model, with_sets=False, with_demonstrations=not is_sft)
+    require_template_variables(recipe, model, with_sets=False, with_demonstrations=not is_sft)
     if not is_sft:
         require_names(recipe, sets=True)
     return recipe

@@ -27,6 +27,7 @@ from services.cli.evaluation.progress import EvaluationProgress, open_progress
 from services.cli.own_folder import own_folder
 from services.cli.score.run import private_service, running_at
 from services.launch.checks.known_names import KnownNames, require_names
+from services.launch.checks.template_variables import require_template_variables
 from services.launch.run_folder import RunFolder
 from services.launch.serving import plan_serving, serving
 from services.launch.settings import service_settings
@@ -84,7 +85,7 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         url, url_model = begun.url, begun.url_model
     api_key = read_api_key() if url else ""
     model = None if url else service_settings.for_engine(recipe).model.path
-    service_settings.require_template_variables(recipe, model, with_sets=True)
+    require_template_variables(recipe, model, with_sets=True)
     if url:
         require_names(recipe, data=False, sets=True)
     else:

@@ -11,7 +11,7 @@ from penstock.telemetry import log
 from services.cli.own_folder import own_folder
 from services.launch.metrics import describe_validation
 from services.launch.run_folder import RunFolder
-from services.launch.settings import service_settings
+from services.launch.settings import run_inputs, service_settings
 from services.launch.terminal.display import Display, open_display
 from services.launch.terminal.lasting_output import lasting_output
 from services.launch.terminal.pace import Pace
@@ -68,7 +68,7 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
     Raises:
         UserError: the Hub lacks the data, or the run folder cannot be used.
     """
-    recipe = service_settings.pin_inputs(recipe, with_sets=recipe.sft.validate_every > 0)
+    recipe = run_inputs.pin_inputs(recipe, with_sets=recipe.sft.validate_every > 0)
     settings = service_settings.for_sft(recipe)
     is_new = folder is None
     folder = folder or RunFolder.create(recipe.run)

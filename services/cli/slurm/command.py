@@ -17,7 +17,7 @@ from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
 from services.launch.checks.precision import require_same_precision
 from services.launch.run_folder import RunFolder, dump_repeatable
 from services.launch.run_plan import make_plan
-from services.launch.settings import hub_data, hub_models, service_settings
+from services.launch.settings import hub_data, hub_models, run_inputs
 from services.launch.slurm import submission
 from services.launch.slurm.placement import NodeShare, place
 from services.launch.slurm.script import job_script
@@ -79,10 +79,10 @@ def _checked(recipe: Recipe) -> tuple[Recipe, list[str]]:
         ConfigError: the recipe does not fit its model or data.
         DataError: a row is wrong.
     """
-    service_settings.require_inputs_without_model(recipe)
+    run_inputs.require_inputs_without_model(recipe)
     recipe, unfetched = hub_models.with_cached_models(recipe)
     if not unfetched:
-        service_settings.require_inputs(recipe)
+        run_inputs.require_inputs(recipe)
     rows = import_with_extra("services.launch.checks.row_check", "penstock slurm", extra="trainer")
     with_sets = recipe.evaluation.is_in_training
     uncached = hub_data.describe_uncached(recipe, with_sets=with_sets)

@@ -19,7 +19,7 @@ from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_
 from services.cli.own_folder import own_folder
 from services.cli.runs import view_command
 from services.launch.run_folder import TRAIN, RunFolder
-from services.launch.settings import hub_models, service_settings
+from services.launch.settings import hub_models, run_inputs
 from services.recipe import Recipe
 
 _VIEW: Final = "penstock train --view"
@@ -50,7 +50,7 @@ def train(
     if settings.launch.backend == "ray":
         on_ray = import_with_extra("services.cli.train.on_ray", "penstock train --launch.backend=ray", extra="ray")
         return int(on_ray.train(settings, folder, dry_run=dry_run, view=view))
-    service_settings.require_inputs_without_model(settings)
+    run_inputs.require_inputs_without_model(settings)
     security = Security.load(settings.security)
     plan = launcher.plan_run(settings)  # before a download, on which it does not depend
     unfetched: list[str] = []
@@ -59,15 +59,13 @@ def train(
     else:
         settings = hub_models.with_models(settings)
     if not unfetched:
-        service_settings.require_inputs(settings)
+        run_inputs.require_inputs(settings)
     if dry_run:
         path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
         learned = [] if settings.demonstrations is None else [settings.demonstrations.describe()]
         sys.stdout.write("\n".join([*plan.describe(), *learned, *unfetched, *RunFolder.describe(path), ""]))
         return 0
-    settings = service_settings.pin_inputs(
-        settings, with_sets=settings.evaluation.is_in_training, with_demonstrations=True
-    )
+    settings = run_inputs.pin_inputs(settings, with_sets=settings.evaluation.is_in_training, with_demonstrations=True)
     rows = import_with_extra("services.launch.checks.row_check", "penstock train", extra="trainer")
     rows.check_rows(settings, with_sets=settings.evaluation.is_in_training, say=typer.echo)
     is_new = folder is None

@@ -11,7 +11,7 @@ from services.launch.on_ray import launch
 from services.launch.on_ray.addresses import require_launchable
 from services.launch.on_ray.cluster import Cluster, connected
 from services.launch.run_folder import RunFolder
-from services.launch.settings import hub_models, service_settings
+from services.launch.settings import hub_models, run_inputs
 from services.recipe import Recipe
 
 
@@ -30,14 +30,14 @@ def train(settings: Recipe, folder: RunFolder | None, *, dry_run: bool, view: bo
     security = Security.load(settings.security)
     with connected(settings.launch):  # before signals are handled: Ray has handlers of its own
         settings = hub_models.with_models(settings, _without_weights)
-        service_settings.require_at_launcher(settings)
+        run_inputs.require_at_launcher(settings)
         if dry_run:
             cluster = Cluster(settings, RunFolder.place(settings.run) if folder is None else folder.path)
             path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
             lines = [*asyncio.run(launch.examine(cluster, settings)), *RunFolder.describe(path)]
             sys.stdout.write("\n".join([*lines, ""]))
             return 0
-        settings = service_settings.pin_inputs(
+        settings = run_inputs.pin_inputs(
             settings, with_sets=settings.evaluation.is_in_training, with_demonstrations=True
         )
         is_new = folder is None

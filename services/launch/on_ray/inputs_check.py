@@ -106,12 +106,13 @@ def _check_worker(recipe: Recipe, say: Callable[[str], object]) -> None:
 
 def _check_trainer(recipe: Recipe, say: Callable[[str], object]) -> None:
     from services.launch.checks.row_check import check_rows
-    from services.launch.settings import hub_models, service_settings
+    from services.launch.checks.training_inputs import require_trainable_without_model
+    from services.launch.settings import hub_models, run_inputs
 
-    service_settings.require_trainable_without_model(recipe)
+    require_trainable_without_model(recipe)
     recipe, unfetched = hub_models.with_cached_models(recipe)
     if not unfetched:
-        service_settings.require_inputs(recipe)
+        run_inputs.require_inputs(recipe)
         check_rows(recipe, with_sets=recipe.evaluation.is_in_training, say=say)
 
 

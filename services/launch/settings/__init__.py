@@ -1,1 +1,1 @@
-"""What each service gets of a recipe, and folders in place of models on the Hub."""
+"""What each service gets of a recipe, the inputs of a whole run, and folders in place of models on the Hub."""

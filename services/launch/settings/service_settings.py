@@ -4,19 +4,14 @@ Only the settings that a service uses are checked here, so that NATS, the reward
 machines without the model and the data.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from penstock.config import ModelConfig, RunConfig
-from penstock.errors import ConfigError, InvalidRequestError
-from penstock.model.chat.template_variables import require_free
+from penstock.errors import ConfigError
 from penstock.model.families.experts import num_experts
 from penstock.model.folder import require_model
 from penstock.model.tokens import require_same_tokens
-from penstock.runtime.imports import import_with_extra
-from services.launch.checks.known_names import require_names
 from services.launch.checks.model_fit import require_fits_model
+from services.launch.checks.template_variables import require_template_variables
+from services.launch.checks.training_inputs import require_data_files, require_trainable_without_model
 from services.launch.run_folder import RunFolder, dump_repeatable
 from services.launch.settings.hub_models import with_model, with_models
 from services.recipe import Recipe
@@ -28,13 +23,8 @@ from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.config import EnvironmentServerSettings
 from services.router.config import RouterSettings
 from services.trainer.checks.router_replay import require_mixture
-from services.trainer.checks.schedule import schedule_contradiction
 from services.trainer.config import TrainerSettings
-from services.trainer.data.config import DataConfig
 from services.trainer.data.named_section import named_section
-from services.trainer.data.sources.files import pin, require_files
-from services.trainer.demonstrations.files import require_demonstrations
-from services.trainer.evaluation.set_files import pin_sets, require_sets
 from services.trainer.sft.config import SftSettings, require_meant
 from services.trainer.telemetry.trackers import require_packages
 
@@ -111,7 +101,7 @@ def for_worker(recipe: Recipe) -> WorkerSettings:
         router_replay=recipe.trainer.router_replay,
         router_address=_address(recipe, worker.router_address, recipe.router.port, "router"),
         reward_address=_address(recipe, worker.reward_address, recipe.reward.port, "reward"),
-        router_url=_router_url(recipe) if worker.agents else "",
+        router_url=router_url(recipe) if worker.agents else "",
         metrics=recipe.metrics,
     )
 
@@ -196,7 +186,7 @@ def for_sft(recipe: Recipe) -> SftSettings:
         UnavailableError: the model is on the Hub, which cannot be reached.
     """
     with_sets = recipe.sft.validate_every > 0
-    _require_files(recipe, with_sets=with_sets)
+    require_data_files(recipe, with_sets=with_sets)
     require_packages(recipe.trackers)
     recipe = with_model(recipe)
     require_template_variables(recipe, _model(recipe).path, with_sets=with_sets)
@@ -218,142 +208,6 @@ def for_sft(recipe: Recipe) -> SftSettings:
     )
     require_fits_model(recipe, settings.model.path, is_sft=True)
     return settings
-
-
-def require_trainable_without_model(recipe: Recipe) -> None:
-    """Check what of the trainer's inputs can be checked before its model is there.
-
-    Raises:
-        ConfigError: there is no data, the sampling cannot be trained on, the learning rate's schedule does not fit
-            into the steps, or a tracker is not installed.
-    """
-    _require_schedule(recipe)
-    _require_files(recipe, with_sets=recipe.evaluation.is_in_training, with_demonstrations=True)
-    require_packages(recipe.trackers)
-    recipe.sampling.require_trainable()
-
-
-def _require_schedule(recipe: Recipe) -> None:
-    """Check it also where the recipe has epochs of a supervised run, whose rows would decide on the steps."""
-    trainer = recipe.trainer
-    if reason := schedule_contradiction(trainer.optimizer, num_steps=trainer.num_steps):
-        raise ConfigError(f"trainer.num_steps = {trainer.num_steps}: {reason}")
-
-
-def require_inputs_without_model(recipe: Recipe) -> None:
-    """Check what of a whole run's inputs can be checked before its model is there.
-
-    Raises:
-        ConfigError: as by `require_trainable_without_model`, or agents have no API to call, SGLang lacks a setting
-            named in rollout.sglang, or a profile or an environment is unknown.
-    """
-    require_trainable_without_model(recipe)
-    _require_agents_api(recipe)
-    recipe_settings.require_known(recipe.rollout.sglang)
-    require_names(recipe, sets=recipe.evaluation.is_in_training)
-
-
-def require_inputs(recipe: Recipe) -> None:
-    """Check a whole run's inputs before it starts.
-
-    Raises:
-        ConfigError: as by `require_inputs_without_model`, or there is no model, or a setting does not fit it (see
-            `for_trainer` and `require_fits_model`).
-        UnavailableError: a model is on the Hub, which cannot be reached.
-    """
-    require_inputs_without_model(recipe)
-    recipe = with_models(recipe)
-    for_engine(recipe)
-    for_trainer(recipe)
-    require_fits_model(recipe, _model(recipe).path)
-
-
-def require_at_launcher(recipe: Recipe) -> None:
-    """Check what the launcher of a run uses itself, if engines, workers and trainer may be on other hosts.
-
-    Raises:
-        ConfigError: the sampling cannot be trained on, the learning rate's schedule does not fit into the steps, a name
-            is unknown, agents have no API to call, or the router needs a model that is not here.
-        UnavailableError: a model is on the Hub, which cannot be reached.
-    """
-    recipe.sampling.require_trainable()
-    _require_schedule(recipe)
-    _require_agents_api(recipe)
-    require_names(recipe, sets=recipe.evaluation.is_in_training)
-    for_router(recipe)
-
-
-def pin_inputs(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = False) -> Recipe:
-    """Return the recipe with the Hugging Face Hub commits of its data pinned.
-
-    Args:
-        recipe: The recipe.
-        with_sets: Whether to pin its evaluation sets too.
-        with_demonstrations: Whether to pin its demonstrations too.
-
-    Raises:
-        DataError: there is no such data set, revision, configuration or split.
-        UnavailableError: the Hub cannot be reached, and its cache has no copy.
-    """
-    pinned: dict[str, Any] = {"data": pin(recipe.data)}
-    if with_sets:
-        pinned["evaluation"] = pin_sets(recipe.evaluation, recipe.data)
-    if with_demonstrations and recipe.demonstrations is not None:
-        with named_section("demonstrations"):
-            pinned["demonstrations"] = pin(recipe.demonstrations)
-    return recipe.model_copy(update=pinned)
-
-
-def require_template_variables(
-    recipe: Recipe, model: Path | None, *, with_sets: bool, with_demonstrations: bool = False
-) -> None:
-    """Check that a model's chat template reads the variables that the recipe's data set.
-
-    Args:
-        recipe: The recipe whose `chat_template_kwargs` are checked.
-        model: Folder of the model; None: its template is unknown, and only reserved names are rejected.
-        with_sets: Whether evaluation sets are played.
-        with_demonstrations: Whether steps learn demonstrations beside groups.
-
-    Raises:
-        ConfigError: the template does not read one, or the name is reserved.
-        SetupError: transformers is not installed.
-    """
-    sets = recipe.evaluation.sets if with_sets else {}
-    learned = recipe.demonstrations if with_demonstrations else None
-    given = {  # [data] comes first, because the others inherit it
-        **_template_variables("data", recipe.data),
-        **{f"evaluation.sets.{name}": each.chat_template_kwargs for name, each in sets.items()},
-        **({} if learned is None else _template_variables("demonstrations", learned)),
-    }
-    if not any(given.values()):
-        return
-    import_with_extra("transformers", "data.chat_template_kwargs", extra="trainer")
-    from penstock.model.chat.chat_template import Renderer
-
-    require = require_free if model is None else Renderer.load(model).require_variables
-    for section, names in given.items():
-        try:
-            require(names)
-        except InvalidRequestError as error:
-            raise ConfigError(f"{section}.{error}") from None
-
-
-def _template_variables(section: str, data: DataConfig) -> dict[str, Mapping[str, object]]:
-    """What a section and its sources set, by their names."""
-    return {
-        section: data.chat_template_kwargs,
-        **{f"{section}.sources.{name}": source.chat_template_kwargs for name, source in data.sources.items()},
-    }
-
-
-def _require_files(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = False) -> None:
-    for source in recipe.data.by_name.values():
-        require_files(source)
-    if with_sets:
-        require_sets(recipe.evaluation)
-    if with_demonstrations and recipe.demonstrations is not None:
-        require_demonstrations(recipe.demonstrations)
 
 
 def _require_reference(recipe: Recipe) -> None:
@@ -383,13 +237,12 @@ def _address(recipe: Recipe, given: str, port: int, service: str) -> str:
     return given or f"{recipe.network.local}:{port}"
 
 
-def _require_agents_api(recipe: Recipe) -> None:
-    if recipe.worker.agents:
-        _router_url(recipe)
+def router_url(recipe: Recipe) -> str:
+    """Return the address of the router's OpenAI-compatible API for agents.
 
-
-def _router_url(recipe: Recipe) -> str:
-    """Return the address of the router's OpenAI-compatible API for agents."""
+    Raises:
+        ConfigError: there is no such API, and no address of one elsewhere.
+    """
     if recipe.worker.router_url:
         return recipe.worker.router_url
     if not recipe.router.http_port:

@@ -6,7 +6,7 @@ from transformers import get_scheduler
 
 from penstock.config import load
 from penstock.errors import ConfigError
-from services.launch.settings.service_settings import require_trainable_without_model
+from services.launch.checks.training_inputs import require_trainable_without_model
 from services.recipe import Recipe
 from services.trainer.backend.optimizer.schedule import rate_factor
 from services.trainer.checks.schedule import warmup_doubt

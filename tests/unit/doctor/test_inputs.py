@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import ConfigError
 from services.doctor.finding import Status
 from services.doctor.inputs import check_data, check_model, check_settings
-from services.launch.settings.service_settings import require_inputs
+from services.launch.settings.run_inputs import require_inputs
 from services.trainer.backend.policy.adapters import add_adapters
 from services.trainer.config import LoraConfig
 from tests.support.doctor import assert_found, recipe

@@ -194,7 +194,7 @@ def test_a_dry_run_looks_for_the_run_folder_on_each_host(
     command: Any = importlib.import_module("services.cli.train.on_ray")
     monkeypatch.setattr(command, "connected", lambda config: nullcontext())
     monkeypatch.setattr(command.hub_models, "with_models", lambda recipe, fetch: recipe)
-    monkeypatch.setattr(command.service_settings, "require_at_launcher", lambda recipe: None)
+    monkeypatch.setattr(command.run_inputs, "require_at_launcher", lambda recipe: None)
     vars(module.ray).update(remote=remote, nodes=lambda: [head, far])
     before = sorted(recipe.run.dir.parent.iterdir())
     near = {"head", "far"}

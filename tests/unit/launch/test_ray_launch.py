@@ -27,8 +27,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(module, "connected", lambda config: nullcontext())
         monkeypatch.setattr(module, "Cluster", lambda recipe, folder: None)
         monkeypatch.setattr(module.hub_models, "with_models", lambda recipe, fetch: recipe)
-        monkeypatch.setattr(module.service_settings, "require_at_launcher", lambda recipe: None)
-        monkeypatch.setattr(module.service_settings, "pin_inputs", lambda recipe, **_: recipe)
+        monkeypatch.setattr(module.run_inputs, "require_at_launcher", lambda recipe: None)
+        monkeypatch.setattr(module.run_inputs, "pin_inputs", lambda recipe, **_: recipe)
         yield module
 
 

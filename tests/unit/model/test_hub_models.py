@@ -24,7 +24,7 @@ from services.doctor.finding import Status
 from services.doctor.inputs import check_model
 from services.launch import launcher
 from services.launch.run_folder import RunFolder
-from services.launch.settings import hub_models, service_settings
+from services.launch.settings import hub_models, run_inputs, service_settings
 from services.recipe import Recipe
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.replay.replay import _model_folder, _with_reference
@@ -196,7 +196,7 @@ def test_what_cannot_be_fetched_is_said_in_a_line(hub: HubServer, path: str, wor
         ("algorithm.kl.reference", recipe("--algorithm.kl.kind=k2", f"--algorithm.kl.reference={path}")),
     ):
         with pytest.raises(ConfigError, match=f"^{setting} = '{path}'.*{words}") as caught:
-            service_settings.require_inputs(settings)
+            run_inputs.require_inputs(settings)
         assert "\n" not in str(caught.value)
 
 
