@@ -21,26 +21,24 @@ from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, peak_tflops, resolve_device
 from services.trainer.backend.files.adapter_folder import ADAPTER, STEM
-from services.trainer.backend.files.adapter_state import AdapterState, BaseDigests, require_kind
+from services.trainer.backend.files.adapter_state import AdapterState, require_kind
 from services.trainer.backend.files.checkpoint_share import MODEL, STATE_FILE, Collected, Owning, write_collected
 from services.trainer.backend.files.export import combined_digest, named_weights
-from services.trainer.backend.files.published_weights import PublishedWeights
 from services.trainer.backend.files.pushed_precision import precisions
 from services.trainer.backend.files.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.files.tensor_files import StoredTensors
+from services.trainer.backend.files.weight_placement import WeightPlacement
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
-from services.trainer.backend.optimizer.master_weights import CopiedMasterWeights, MasterWeights, ShardedMasterWeights
-from services.trainer.backend.policy.adapters import adapter_parameters, base_weights, pushed_adapters
+from services.trainer.backend.optimizer.master_weights import MasterWeights
+from services.trainer.backend.policy.adapters import pushed_adapters
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.policy.model_flops import model_flops
 from services.trainer.backend.policy.relative_costs import relative_costs
-from services.trainer.backend.policy.row_share import RowShare
-from services.trainer.backend.ranks.expert_groups import ExpertGroups
 from services.trainer.backend.ranks.pushed_rows import write_rows
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
-from services.trainer.backend.ranks.sharding import forget_gathered, full_shape, give_weights, shard
+from services.trainer.backend.ranks.sharding import forget_gathered
 from services.trainer.backend.step_work import Arithmetic
 from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
@@ -138,7 +136,16 @@ class ModelState:
             flops=model_flops(self.policy.model),
             peak_tflops=peak_tflops(self.device, DTYPES[self.config.dtype]),
         )
-        self.weights = self._place_weights(folder)
+        self.weights = WeightPlacement(
+            policy=self.policy,
+            adapters=self.adapters,
+            folder=folder,
+            config=self.config,
+            device=self.device,
+            seed=self._seed,
+            ranks=self.ranks,
+            expert_parallel=self._expert_parallel,
+        ).place()
         self.optimizer = Optimizer(
             self.weights,
             rates,
@@ -331,81 +338,9 @@ class ModelState:
             log.info("weights.frozen", num_frozen=num_frozen, num_trained=num_in_all - num_frozen)
         return rates
 
-    def _place_weights(self, folder: Path) -> MasterWeights:
-        if self.ranks.size > 1:
-            return self._place_shards(folder)
-        if self.adapters is not None:
-            return self._place_adapters(self.adapters)
-        parameters = dict(self.policy.model.named_parameters())
-        offload, dtype = self.config.optimizer.offload, DTYPES[self.config.dtype]
-        if not offload and dtype is torch.float32:
-            self.policy.to(self.device)
-            return MasterWeights(parameters)
-        copies_on = torch.device("cpu") if offload else self.device
-        weights = CopiedMasterWeights(parameters, device=self.device, dtype=dtype, copies_on=copies_on)
-        self.policy.to(self.device)  # the buffers, which keep their precision
-        return weights
-
-    def _place_adapters(self, adapters: AdapterState) -> MasterWeights:
-        base = dict(base_weights(self.policy.model))
-        adapters.keep_digests(
-            [adapters.digests_of_base(base.__getitem__, _sizes(base), device=self.device, ranks=ALONE)]
-        )
-        del base  # in float32, while what follows rounds it weight by weight
-        parameters = adapter_parameters(self.policy.model)
-        with torch.no_grad():
-            for name, value in adapters.first_values(seed=self._seed).items():
-                parameters[name].copy_(value)
-        adapters.round_base()
-        self.policy.to(self.device)
-        return MasterWeights(parameters)
-
-    def _place_shards(self, folder: Path) -> MasterWeights:
-        if (sequence := self.ranks.sequence_group).size > 1:
-            self.policy.share_rows(
-                partial(RowShare, size=sequence.size, number=sequence.number, group=sequence.exchange)
-            )
-        model, adapters = self.policy.model, self.adapters
-        groups = self.ranks.expert_groups(self._expert_parallel)
-        if adapters is not None:
-            adapters.round_base()
-        shard(
-            self.policy,
-            self.ranks.mesh,
-            dtype=None if adapters is not None else DTYPES[self.config.dtype],
-            offload=self.config.optimizer.offload,
-            groups=groups,
-        )
-        digests = self.ranks.on_each(partial(self._read_weights, folder, groups))
-        if adapters is None:
-            return ShardedMasterWeights(dict(model.named_parameters()), groups)
-        adapters.keep_digests(self.ranks.gather(digests))
-        return ShardedMasterWeights(adapter_parameters(model))
-
-    def _read_weights(self, folder: Path, groups: ExpertGroups | None) -> BaseDigests:
-        """Read this rank's shards; return digests of its part of the base, if there are adapters."""
-        model, adapters = self.policy.model, self.adapters
-        shapes = {name: full_shape(parameter, groups) for name, parameter in model.named_parameters()}
-        values = {} if adapters is None else adapters.first_values(seed=self._seed)
-        with PublishedWeights(folder, model.config.model_type) as stored:
-
-            def read(name: str, rows: slice = slice(None)) -> torch.Tensor:
-                return values[name][rows] if name in values else stored.rows(name, shapes[name], rows)
-
-            give_weights(model, read, groups)
-            if adapters is None:
-                return {}
-            return adapters.digests_of_base(
-                read, _sizes(dict(base_weights(model))), device=self.device, ranks=self.ranks
-            )
-
     def _log_changes(self, saved: Mapping[str, Any]) -> None:
         """Log the settings that differ from the checkpoint's; the recipe's settings apply after a resume."""
         for name in sorted({*self._settings, *saved}):
             before, value = saved.get(name), self._settings.get(name)
             if before != value:
                 log.info("setting.changed", setting=name, checkpoint=before, recipe=value)
-
-
-def _sizes(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {name: weight.numel() for name, weight in weights.items()}
