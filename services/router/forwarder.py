@@ -45,7 +45,7 @@ class RequestForwarder:
         """Maximum tokens of prompt and answer together that a replica takes; while there is none, the most that one
         took since there was none before. None: the leases do not say, or there was none yet."""
         slots = self._slots
-        largest = slots.largest if slots.replicas else slots.last_largest
+        largest = slots.present.largest if slots.replicas else slots.present.last_largest
         return None if largest == UNBOUNDED else largest
 
     def forward(

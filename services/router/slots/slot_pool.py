@@ -15,36 +15,27 @@ import secrets
 import time
 from collections.abc import Callable
 
-import structlog
-
 from penstock.errors import InvalidRequestError, OverloadedError, PenstockError, PromptTooLongError, UnavailableError
 from penstock.runtime.security import Security
 from penstock.telemetry import metrics
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.balancing import (
-    MISMATCHES,
     PD_ROLES,
     TRANSIENT,
-    UNBOUNDED,
     Balancer,
     Need,
     NoReplica,
-    PoolView,
     Query,
-    ReplicaStatus,
     UnroutableReason,
     make_balancer,
-    pair_up,
 )
 from services.router.config import RouterConfig
-from services.router.connection import ReplicaConnection
 from services.router.pool import Pool
+from services.router.slots.present_replicas import PresentReplicas
 from services.router.slots.replica_slots import REJECT_PAUSE_S, ReplicaSlots
 from services.router.slots.slot import Slot
 from services.router.slots.wait_queue import Ticket, Waiter, WaitQueue
 from services.router.tuning import Tuning
-
-log = structlog.get_logger()
 
 _WAIT_SECONDS = metrics.histogram("penstock_router_wait_seconds", "Seconds that calls which got a slot waited for it.")
 _RECHECK_S = 5.0
@@ -82,24 +73,16 @@ class SlotPool:
         self._config = config
         self._pool = pool
         self._tuning = tuning
-        self._security = security
         self._clock = clock
-        self._statuses: dict[str, ReplicaStatus] = {}
-        self._with_room: dict[str, ReplicaStatus] = {}
-        self.view = PoolView(self._statuses, self._with_room)
-        """The replicas as balancing sees them."""
-        self.replicas: dict[str, ReplicaSlots] = {}
+        self.present = PresentReplicas(tuning, security)
+        """The replicas; read only."""
+        self.replicas = self.present.slots
         """The slots of each replica; read only."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self.view = self.present.view
+        """The replicas as balancing sees them."""
         self._orders = itertools.count(1)
         self._queues: dict[Need, WaitQueue[Slot]] = {}
         """Queues by need, so that no call waits behind one with other needs. None is empty."""
-        self._sizes: list[int] = []
-        """The pool's sizes, which distinguish needs."""
-        self.largest = UNBOUNDED
-        """The most tokens that any replica or pair takes; read only."""
-        self.last_largest = UNBOUNDED
-        """The most that any took since the pool was last empty; read only."""
         pool.on_change = self._follow
         pool.on_lease_interval = self._adapt_limits
         self._follow()
@@ -107,9 +90,7 @@ class SlotPool:
     async def aclose(self) -> None:
         """Close the channels of all replicas without running calls."""
         self._pool.on_change, self._pool.on_lease_interval = lambda: 0.0, lambda: None
-        for replica_id in list(self.replicas):
-            self._remove(replica_id)
-        await asyncio.gather(*self._closing)
+        await self.present.aclose()
 
     async def take(self, ticket: Ticket) -> Slot:
         """Return a slot, after waiting for one if needed.
@@ -135,92 +116,24 @@ class SlotPool:
 
     def is_too_long(self, query: Query) -> bool:
         """Return whether no present replica is large enough for the call."""
-        return query.num_tokens > self.largest
+        return query.num_tokens > self.present.largest
 
     def _follow(self) -> float:
         """Synchronise the replicas with their leases, and serve the queues; return what `_serve_queues` returns."""
-        leases, was_empty = self._pool.leases, not self.replicas
-        gone = self.replicas.keys() - leases.keys()
-        for replica_id in gone:
-            self._remove(replica_id)
-        changed = [
-            lease
-            for replica_id, lease in leases.items()
-            if (known := self.replicas.get(replica_id)) is None or known.lease is not lease
-        ]
-        for lease in changed:
-            self._take_lease(lease)
-        held_out = frozenset(self._pool.held_out.replica_ids)
-        for replica_id, replica in self.replicas.items():
-            replica.hold_out(replica_id in held_out)
-        if gone or changed:
-            self._pair_up()
-            self._measure_pool(was_empty=was_empty)
+        sizes = self.present.sizes
+        if self.present.follow(self._pool):  # dissolve the queues of calls whose needs have changed
+            for need in list(self._queues):
+                if self.present.sizes != sizes or (need[-1] and need[-1] not in self.replicas):
+                    self._queues.pop(need).dissolve()
         return self._serve_queues()
-
-    def _take_lease(self, lease: common_pb2.Replica) -> None:
-        """Update the lease's replica, or add it."""
-        replica = self.replicas.get(lease.replica_id)
-        if replica is not None and replica.connection.address != lease.address:
-            self._remove(lease.replica_id)
-            replica = None
-        if replica is None:
-            self._add(lease)
-        else:
-            replica.update(lease)
-
-    def _measure_pool(self, *, was_empty: bool) -> None:
-        """Note the pool's sizes, and dissolve the queues of calls whose needs have changed with it."""
-        sizes, self.largest = self.view.sizes(), self.view.largest()
-        if self.replicas:
-            self.last_largest = self.largest if was_empty else max(self.largest, self.last_largest)
-        for need in list(self._queues):
-            if sizes != self._sizes or (need[-1] and need[-1] not in self.replicas):
-                self._queues.pop(need).dissolve()
-        self._sizes = sizes
-
-    def _add(self, lease: common_pb2.Replica) -> None:
-        connection = ReplicaConnection(lease.replica_id, lease.address, self._security)
-        self.replicas[lease.replica_id] = ReplicaSlots(lease, connection, self._tuning, self._publish)
-        log.info("replica.joined", replica_id=lease.replica_id, address=lease.address)
-
-    def _remove(self, replica_id: str) -> None:
-        replica = self.replicas.pop(replica_id)
-        del self._statuses[replica_id]
-        self._with_room.pop(replica_id, None)
-        replica.is_gone = True
-        log.info("replica.left", replica_id=replica_id, num_in_flight=replica.num_in_flight)
-        self._close_if_unused(replica)
-
-    def _publish(self, replica: ReplicaSlots, status: ReplicaStatus) -> None:
-        if not replica.is_gone:
-            self._statuses[status.replica_id] = status
-            if status.has_room:
-                self._with_room[status.replica_id] = status
-            else:
-                self._with_room.pop(status.replica_id, None)
-
-    def _pair_up(self) -> None:
-        for replica_id, partners in pair_up(self._pool.leases.values()).items():
-            if self.replicas[replica_id].pair(partners):
-                assert partners.lack is not None
-                level = log.warning if partners.lack in MISMATCHES else log.debug
-                level("replica.unpaired", replica_id=replica_id, reason=partners.lack.value)
 
     def _adapt_limits(self) -> None:
         for replica in self.replicas.values():
             replica.adapt_limit()
         self._serve_queues()
 
-    def _close_if_unused(self, replica: ReplicaSlots) -> None:
-        """Close the channel of a replica that has left, unless a call still runs there."""
-        if replica.is_gone and replica.num_in_flight == 0:
-            task = asyncio.create_task(replica.connection.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
     def _on_release(self, replica: ReplicaSlots) -> None:
-        self._close_if_unused(replica)
+        self.present.close_if_unused(replica)
         if self._queues:
             is_paired = replica.lease.role in PD_ROLES  # its partners have a free slot, too
             self._serve_queues("" if is_paired else replica.replica_id)
@@ -238,7 +151,7 @@ class SlotPool:
         """Refuse a new call that is too large. A call that has been with a replica may wait for another as large."""
         if self.is_too_long(query) and not query.excluded:
             raise PromptTooLongError(
-                f"a prompt of {query.num_tokens - 1} ids is too long: the largest replica takes {self.largest} "
+                f"a prompt of {query.num_tokens - 1} ids is too long: the largest replica takes {self.present.largest} "
                 "tokens, the response included; shorten it, or start a replica with a larger rollout.context_length"
             )
 
@@ -264,7 +177,7 @@ class SlotPool:
 
     def _measure(self, query: Query) -> bool:
         """Note what the call needs, its home included; return whether it must wait there."""
-        query.num_small = bisect.bisect_left(self._sizes, query.num_tokens)
+        query.num_small = bisect.bisect_left(self.present.sizes, query.num_tokens)
         query.home, is_full = self.balancer.find_home(query, self.view, self._clock())
         return is_full
 
@@ -346,7 +259,7 @@ class SlotPool:
 
     def _is_starved(self, query: Query, now: float) -> bool:
         """Return whether no replica is merely busy, with calls or a push that will end."""
-        return all(self.view.find_reason(each, query, now) not in TRANSIENT for each in self._statuses.values())
+        return all(self.view.find_reason(each, query, now) not in TRANSIENT for each in self.view.replicas.values())
 
     async def _wait(self, ticket: Ticket) -> Slot:
         self.num_waiting += 1

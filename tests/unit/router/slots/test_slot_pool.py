@@ -11,10 +11,8 @@ import pytest
 from penstock.bus.buckets.replica_lease import write_replica
 from penstock.errors import OverloadedError, UnavailableError
 from penstock.v1 import common_pb2
-from services.router.balancing import PoolView, Query, pair_up, pool_view
-from services.router.forwarder import RequestForwarder
+from services.router.balancing import PoolView, Query, pool_view
 from services.router.pool import Pool
-from services.router.slots import slot_pool as slot_pool_module
 from services.router.slots.slot import Slot
 from services.router.slots.slot_pool import SlotPool
 from services.router.slots.wait_queue import Ticket
@@ -179,30 +177,6 @@ async def test_the_wait_queue_is_bounded_in_bytes() -> None:
 def test_a_wait_queue_bounds_bytes_by_default() -> None:
     """512 MiB: a router with 2 GiB of memory survives a full one."""
     assert Tuning().max_waiting_bytes == 512 * 2**20
-
-
-async def test_a_pool_is_measured_when_a_lease_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at each look, of which there are many without a change; a replica that comes or goes changes it too."""
-    num_measured = 0
-
-    def counted(leases: Any) -> Any:
-        nonlocal num_measured
-        num_measured += 1
-        return pair_up(leases)
-
-    monkeypatch.setattr(slot_pool_module, "pair_up", counted)
-    async with slot_pool(replica("a", max_tokens=10), replica("b", max_tokens=20)) as (some, pool, leases):
-        for change, num, largest in (
-            (lambda: None, 0, 20),
-            (lambda: leases.put(replica("a", max_tokens=30)), 1, 30),
-            (lambda: None, 0, 30),
-            (lambda: leases.put(replica("c", max_tokens=40)), 1, 40),
-            (lambda: leases.values.pop("c"), 1, 30),
-        ):
-            change()
-            num_measured = 0
-            pool.refresh()
-            assert (num_measured, some.largest) == (num, largest)
 
 
 async def test_a_limit_that_stays_is_no_news() -> None:
@@ -418,19 +392,3 @@ async def test_a_call_that_waits_for_one_replica_holds_up_no_other_queue() -> No
         await first
         held[1].release()
         assert (await second).replica_id == held[1].replica_id
-
-
-async def test_the_context_length_stays_known_while_there_is_no_replica() -> None:
-    """So that prompts that cannot fit are refused before they are tokenised, as an engine restarts, too. Of engines
-    that leave one after the other, the largest counts: it may come back."""
-    async with slot_pool() as (some, pool, leases):
-        forwarder = RequestForwarder(some, Tuning())
-        for sizes, known in (
-            ({}, None), ({"a": 20}, 20), ({}, 20),
-            ({"a": 30, "b": 10}, 30), ({"b": 10}, 10), ({}, 30),
-            ({"b": 10}, 10), ({}, 10),
-            ({"c": 0}, None), ({}, None),
-        ):  # fmt: skip
-            leases.values = {name: write_replica(replica(name, max_tokens=size)) for name, size in sizes.items()}
-            pool.refresh()
-            assert forwarder.context_length == known
