@@ -45,6 +45,7 @@ from services.trainer.flow.changes import Changes
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
+from services.trainer.step_computation import StepComputation
 from services.trainer.telemetry.progress import Progress
 from services.trainer.weight_sync.push_report import PushReport
 
@@ -243,6 +244,8 @@ async def run(
     ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=max_staleness, groups_per_step=GROUPS_PER_STEP))
     position = Position(num_steps=num_steps, step=0, version=1, announced_version=1)
     changes, rows = Changes(), list[dict[str, float]]()
+    backend: Any = SleepingBackend()
+    crashes = CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False)
     async with asyncio.TaskGroup() as tasks:
         rollouts = Rollouts(ledger, position, changes, mean_s, tasks)
         loop = Loop(
@@ -250,13 +253,13 @@ async def run(
             folder=folder,
             progress=Progress(run_id="run", num_steps=num_steps),
             position=position,
-            backend=SleepingBackend(),  # type: ignore[arg-type]
+            backend=backend,
+            computation=StepComputation(backend=backend, crashes=crashes, recorder=None),
             publisher=SimpleNamespace(num_live_replicas=1),  # type: ignore[arg-type]
             publication=SlowPublication(position, rollouts, push),  # type: ignore[arg-type]
             ledger=ledger,
             feeder=UNUSED,
             collector=UNUSED,
-            crashes=CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False),
             batches=BatchSource(
                 ledger=ledger,
                 feeder=rollouts,  # type: ignore[arg-type]
@@ -270,7 +273,6 @@ async def run(
             metrics=SimpleNamespace(write=rows.append),  # type: ignore[arg-type]
             trace=SimpleNamespace(write=lambda *_: None),  # type: ignore[arg-type]
             trackers=SimpleNamespace(log=lambda _: None),  # type: ignore[arg-type]
-            recorder=None,
         )
         rollouts.wake()
         training = tasks.create_task(loop._train_until(asyncio.Event(), tasks))

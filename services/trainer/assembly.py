@@ -48,6 +48,7 @@ from services.trainer.position import Position
 from services.trainer.publication import Publication
 from services.trainer.run_logs import RunLogs, open_run_logs
 from services.trainer.starting_point import StartingPoint
+from services.trainer.step_computation import StepComputation
 from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.prometheus import TrainerMetrics
 from services.trainer.versions import first_version, newest_version_held
@@ -219,12 +220,12 @@ async def assemble(
         progress=progress,
         position=position,
         backend=backend,
+        computation=StepComputation(backend=backend, crashes=crashes, recorder=logs.recorder),
         publisher=publisher,
         publication=publication,
         ledger=ledger,
         feeder=feeder,
         collector=collector,
-        crashes=crashes,
         batches=BatchSource(
             ledger=ledger,
             feeder=feeder,
@@ -257,7 +258,6 @@ async def assemble(
         evaluator=evaluator,
         demonstrations=demonstrations,
         episodes=logs.episodes,
-        recorder=logs.recorder,
     )
 
 

@@ -16,8 +16,7 @@ waits until replicas are held out for the evaluation of the weights that it chan
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from penstock.telemetry import log as logging
 from penstock.telemetry import spans
 from penstock.v1 import trainer_pb2
 from services.trainer.admission.ledger import GroupLedger
-from services.trainer.backend.base import Measure, TrainBackend
+from services.trainer.backend.base import TrainBackend
 from services.trainer.background import Lane
 from services.trainer.checkpoint.saving import CheckpointSaver, Moment
 from services.trainer.config import TrainerConfig
@@ -39,12 +38,11 @@ from services.trainer.data.named_section import named_section
 from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
-from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.feeder import Feeder
 from services.trainer.position import Position
 from services.trainer.publication import Publication
-from services.trainer.replay.recorder import StepRecorder
 from services.trainer.sft.batches import BatchesAhead, SftBatch
+from services.trainer.step_computation import StepComputation
 from services.trainer.telemetry.episode_metrics import describe_episodes
 from services.trainer.telemetry.episodes.log import EpisodeLog, TrainedGroup
 from services.trainer.telemetry.field_names import field_names
@@ -76,19 +74,17 @@ class TrainingLoop:
     progress: Progress
     position: Position
     backend: TrainBackend
+    computation: StepComputation
     publisher: WeightPublisher
     publication: Publication
     ledger: GroupLedger[Finished, Delivery]
     feeder: Feeder
     collector: Collector
-    crashes: CrashRecord
     batches: BatchSource
     checkpoints: CheckpointSaver
     metrics: MetricsLog
     trace: TrainerTrace
     trackers: Trackers
-    recorder: StepRecorder | None
-    """Keeps what `penstock replay` needs; None where trainer.record_groups is off."""
     episodes: EpisodeLog | None = None
     """Keeps groups for people to read; None where episodes.keep is off."""
     gradients: GradientStreak = field(default_factory=GradientStreak)
@@ -241,7 +237,7 @@ class TrainingLoop:
         """Compute the groups of a step as they come; None, and no step, if `stop` is set while some are missing."""
         if self.demonstrations is not None:
             self.demonstrations.begin()
-        await asyncio.to_thread(self._begin)
+        await asyncio.to_thread(self.computation.begin, self.position.step + 1, self.position.version)
         batch: list[Finished] = []
         while len(batch) < self.ledger.gate.groups_per_step:
             self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
@@ -253,57 +249,31 @@ class TrainingLoop:
             for finished in chunk:
                 group = finished.played.id.message
                 spans.record("group.held", finished.received_at, group=group, step=self.position.step + 1)
-            if self.recorder is not None:
+            if self.computation.is_recorded:
                 await self.publication.lock.confirm()
-            await asyncio.to_thread(self._accumulate, chunk)
+            await asyncio.to_thread(self.computation.accumulate, chunk)
             clock.lap("train_s")
             batch += chunk
         return batch
 
-    def _begin(self) -> None:
-        self.backend.begin_step(self.position.version)
-        if self.recorder is not None:
-            self.recorder.begin(self.position.step + 1, self.position.version)
-
-    def _accumulate(self, chunk: Sequence[Finished]) -> None:
-        if self.recorder is not None:
-            images = {sha256: data for finished in chunk for sha256, data in finished.images.items()}
-            self.recorder.add([finished.played for finished in chunk], images)
-        with self._recorded_if_wrong(), self.crashes.training([finished.ready.index for finished in chunk]):
-            self.backend.accumulate([finished.ready for finished in chunk])
-
     async def _abort_batch(self) -> None:
         """Hold the groups of a begun step again, as if it had not begun."""
-        await asyncio.to_thread(self._abort)
+        await asyncio.to_thread(self.computation.abort)
         self.ledger.abort_training()
-
-    def _abort(self) -> None:
-        self.backend.abort_step()
-        if self.recorder is not None:
-            self.recorder.abort()
-
-    @contextmanager
-    def _recorded_if_wrong(self) -> Iterator[None]:
-        """Keep the step's recording if it fails during the context; a step that is stopped leaves none."""
-        try:
-            yield
-        except DataError:
-            if self.recorder is not None:
-                self.recorder.keep()
-            raise
 
     async def _take_demonstrations(self, clock: StepClock) -> SftBatch | None:
         if self.demonstrations is None:
             return None
         with named_section("demonstrations"):
             taken = await self.demonstrations.take(is_last=self.position.num_steps_left == 1)
-        if self.recorder is not None:
+        if self.computation.is_recorded:
             await self.publication.lock.confirm()
         clock.lap("demonstration_wait_s")
         return taken
 
     async def _update(self, batch: Sequence[Finished], learned: SftBatch | None) -> Callable[[], dict[str, Any]]:
-        measure, facts = await asyncio.to_thread(self._finish, batch, learned)
+        measure = await asyncio.to_thread(self.computation.finish, batch, learned)
+        facts: dict[str, Any] = {}
         if self.demonstrations is not None and learned is not None:
             self.demonstrations.learned(learned)
             facts |= {
@@ -328,15 +298,6 @@ class TrainingLoop:
         if self.episodes is not None:
             groups = [TrainedGroup(played=each.played, ready=each.ready, images=each.images) for each in batch]
             self.episodes.keep_trained(step, version, groups, self.backend.step_tokens())
-
-    def _finish(self, batch: Sequence[Finished], learned: SftBatch | None) -> tuple[Measure, dict[str, Any]]:
-        if self.recorder is not None and learned is not None:
-            self.recorder.add_demonstrations(learned.rendered)
-        with self._recorded_if_wrong(), self.crashes.updating([finished.ready.index for finished in batch]):
-            if learned is not None:
-                self.backend.add_demonstrations(learned.sequences)
-            measure = self.backend.finish_step()
-        return measure, {} if self.recorder is None else {"weights_digest": self.backend.digests().weights}
 
     def _describe(self, batch: Sequence[Finished]) -> dict[str, Any]:
         played, ready = [finished.played for finished in batch], [finished.ready for finished in batch]

@@ -150,18 +150,17 @@ async def test_stop_ends_a_run_whose_batches_are_always_ready() -> None:
         progress=Progress(run_id="run", num_steps=10),
         position=position,
         backend=nobody,
+        computation=nobody,
         publisher=nobody,
         publication=nobody,
         ledger=nobody,
         feeder=nobody,
         collector=nobody,
-        crashes=nobody,
         batches=nobody,
         checkpoints=SimpleNamespace(saved_version=4),  # type: ignore[arg-type]
         metrics=nobody,
         trace=nobody,
         trackers=nobody,
-        recorder=None,
     )
     stop.set()
     async with asyncio.TaskGroup() as tasks:

@@ -9,6 +9,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
+from services.trainer.step_computation import StepComputation
 from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.trace import TrainerTrace
 
@@ -41,18 +42,17 @@ def training_loop(
         progress=Progress(run_id="run", num_steps=batches.position.num_steps),
         position=batches.position,
         backend=backend,
+        computation=StepComputation(backend=backend, crashes=crashes, recorder=recorder),
         publisher=publisher,
         publication=publication,
         ledger=batches.ledger,
         feeder=batches.feeder,
         collector=batches.collector,
-        crashes=crashes,
         batches=batches,
         checkpoints=checkpoints,
         metrics=metrics,
         trace=TrainerTrace(folder, last_step=0),
         trackers=trackers,
-        recorder=recorder,
         evaluator=evaluator,
         demonstrations=demonstrations,
         now=now,
