@@ -193,7 +193,7 @@ class SpanReader:
             for message in messages
         ]
         self._after, self._last = batches[-1].sequence, batches[-1].payload
-        return [batch for batch in batches if _is_line(batch.payload)]
+        return [batch for batch in batches if is_line(batch.payload)]
 
     async def close(self) -> None:
         """Stop reading; the server removes the consumer some minutes later."""
@@ -240,7 +240,7 @@ class SpanReader:
                 await self.close()
 
 
-def _is_line(payload: bytes) -> bool:
+def is_line(payload: bytes) -> bool:
     """Return whether this is one line of JSON: anyone with the token may send anything."""
     if b"\n" in payload:
         return False

@@ -1,8 +1,10 @@
 """Spans in memory: bounded, and nothing where no process keeps them."""
 
 import json
+import random
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +31,19 @@ def test_a_span_has_wall_clock_times_and_its_attributes(buffer: spans.SpanBuffer
     assert attributes == {"group": "run/3/0/abc", "sample": 1, "request": "x" * 300}
     assert (batch["process"], batch["number"], batch["dropped"]) == ("worker-0", 1, 0)
     assert b"\n" not in payload
+
+
+def test_times_are_whole_microseconds(buffer: spans.SpanBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further digits would be a tenth of what is sent and kept; those that remain are right."""
+    chance, now, shift = random.Random(0), 98765.43210987654, 1764503182.7654321
+    monkeypatch.setattr(spans, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now + shift))
+    for _ in range(500):
+        began, length = now - chance.uniform(0.0, now), chance.uniform(0.0, 10.0)
+        spans.record("turn", began, began + length, wait_s=length)
+        ((_, start, seconds, attributes),) = json.loads(buffer.take_batch(1)[0])["spans"]
+        assert start == round(start, 6) == pytest.approx(began + shift, rel=0, abs=2e-6)
+        assert seconds == round(seconds, 6) == pytest.approx(length, rel=0, abs=1e-6)
+        assert attributes == {"wait_s": round(length, 6)}
 
 
 def test_a_full_buffer_drops_new_spans_and_counts_them(buffer: spans.SpanBuffer) -> None:
