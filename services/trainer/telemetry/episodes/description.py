@@ -7,9 +7,9 @@ Legend: N = own tokens of a step, sample by sample; S = own tokens of a sample o
 a sequence.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -22,14 +22,35 @@ TokenNames: TypeAlias = Callable[[np.ndarray], list[str]]
 """Returns the text of each token id, special tokens spelled."""
 
 _PREVIEW_CHARS = 400
+_NO_TOKEN: Final = np.array([-1], dtype=np.int32)
+"""Between sequences whose tokens are named together: no character is spelled across it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepColumns:
+    """What a step computed of all its own tokens, sample by sample."""
+
+    logprobs_N: np.ndarray
+    """float32."""
+    kept: Sequence[tuple[str, int, memoryview]]
+    """Of each column that is kept its name, the bytes of a value, and its little-endian values."""
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> "StepColumns":
+        """Keep these arrays of shape [N], of which one is `logprobs`."""
+        kept = [(name, array.itemsize, array.view(np.uint8).data) for name, array in arrays.items()]
+        return cls(logprobs_N=arrays["logprobs"], kept=kept)
+
+    def cut(self, start: int, stop: int) -> dict[str, memoryview]:
+        """Return the columns of the tokens from `start` to `stop`, by name."""
+        return {name: values[size * start : size * stop] for name, size, values in self.kept}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedSample:
     """What a step computed of a sample's own tokens, sequence by sequence."""
 
-    columns: Mapping[str, np.ndarray]
-    """What is kept of each token of the step, by name: little-endian arrays of shape [N]."""
+    columns: StepColumns
     start: int
     """Place of the sample's first token in the columns."""
     stop: int
@@ -41,7 +62,7 @@ def split_samples(tokens: StepTokens) -> dict[int, TrainedSample]:
     """Return the samples of a step by their numbers in the batch; those that were not computed are absent."""
     order = np.argsort(tokens.sample_N, kind="stable")
     sample_N = tokens.sample_N[order]
-    columns = {
+    arrays = {
         "logprobs": tokens.logprobs_N[order].astype("<f4", copy=False),
         "ratio": tokens.ratio_N[order].astype("<f4", copy=False),
         "correction": tokens.correction_N[order].astype("<f4", copy=False),
@@ -49,10 +70,11 @@ def split_samples(tokens: StepTokens) -> dict[int, TrainedSample]:
         "trained": tokens.trained_N[order].astype("u1", copy=False),
     }
     if tokens.entropy_N is not None:
-        columns["entropy"] = tokens.entropy_N[order].astype("<f4", copy=False)
+        arrays["entropy"] = tokens.entropy_N[order].astype("<f4", copy=False)
     starts = np.flatnonzero(np.diff(sample_N, prepend=-1))
     stops = np.append(starts[1:], len(order))
-    advantages = np.add.reduceat(columns["advantages"], starts, dtype=np.float64) / (stops - starts)
+    advantages = np.add.reduceat(arrays["advantages"], starts, dtype=np.float64) / (stops - starts)
+    columns = StepColumns.of(arrays)
     return {
         number: TrainedSample(columns=columns, start=start, stop=stop, advantage=advantage)
         for number, start, stop, advantage in zip(
@@ -61,25 +83,24 @@ def split_samples(tokens: StepTokens) -> dict[int, TrainedSample]:
     }
 
 
-def engine_logprobs(group: Group) -> list[np.ndarray]:
-    """Return what the engine said of each sample's own tokens, sequence by sequence."""
-    return [
-        np.concatenate([sequence.logprobs[sequence.loss_mask] for sequence in sample.sequences])
-        for sample in group.samples
-    ]
+def engine_logprobs(group: Group) -> list[list[np.ndarray]]:
+    """Return what the engine said of the own tokens of each sample's sequences."""
+    return [[sequence.logprobs[sequence.loss_mask] for sequence in sample.sequences] for sample in group.samples]
 
 
-def divergence(engine: Sequence[np.ndarray], trained: Mapping[int, TrainedSample]) -> float | None:
+def divergence(engine: Sequence[Sequence[np.ndarray]], trained: Mapping[int, TrainedSample]) -> float | None:
     """Return the largest difference of a log-probability between trainer and engine; None if nothing was computed.
 
     Args:
         engine: `engine_logprobs` of a group.
-        trained: What was computed of its samples, by their numbers in the group.
+        trained: What was computed of its samples, by their numbers in the group, in the order of the columns: a group's
+            samples stand there side by side.
     """
-    differences = [
-        each.columns["logprobs"][each.start : each.stop] - engine[number] for number, each in trained.items()
-    ]
-    return float(np.abs(np.concatenate(differences)).max()) if differences else None
+    if not trained:
+        return None
+    samples = list(trained.values())
+    logprobs = samples[0].columns.logprobs_N[samples[0].start : samples[-1].stop]
+    return float(np.abs(logprobs - np.concatenate([part for number in trained for part in engine[number]])).max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +155,8 @@ def describe_group(
     sequences = [sequence for sample in group.samples for sequence in sample.sequences]
     prompt_length = _common_prompt_length(sequences)
     prompt_ids = sequences[0].token_ids[:prompt_length] if sequences else np.zeros(0, dtype=np.int32)
+    prompt_texts, *texts = _name_all([prompt_ids, *(each.token_ids[prompt_length:] for each in sequences)], names)
+    texts_of = iter(texts)
     engine = engine_logprobs(group)
     versions = {span.policy_version for sequence in sequences for span in sequence.version_spans}
     example = origin.example
@@ -154,14 +177,14 @@ def describe_group(
         "worker": group.worker_id,
     }
     samples = [
-        _describe_sample(sample, engine[number], trained.get(number), prompt_length, names, image_files)
+        _describe_sample(sample, engine[number], trained.get(number), prompt_length, texts_of, image_files)
         for number, sample in enumerate(group.samples)
     ]
     whole = common | {
         "messages": messages,
         "golds": [] if example is None else list(example.golds),
         "images": list(prompt_images),
-        "prompt": {"token_ids": prompt_ids.tobytes(), "texts": names(prompt_ids)},
+        "prompt": {"token_ids": prompt_ids.tobytes(), "texts": prompt_texts},
         "samples": samples,
     }
     short = common | {
@@ -173,7 +196,7 @@ def describe_group(
         "advantages": [sample["advantage"] for sample in samples],
         "finish": [sample.finish_reason for sample in group.samples],
         "statuses": ["" if sample.verdict is None else sample.verdict.status for sample in group.samples],
-        "num_tokens": [len(logprobs_S) for logprobs_S in engine],
+        "num_tokens": [sum(map(len, parts)) for parts in engine],
         "num_turns": [len(sample.turns) for sample in group.samples],
         "versions": [min(versions), max(versions)] if versions else [],
         "dlogp_max": divergence(engine, trained),
@@ -184,23 +207,22 @@ def describe_group(
 
 def _describe_sample(
     sample: Sample,
-    engine_S: np.ndarray,
+    engine: Sequence[np.ndarray],
     trained: TrainedSample | None,
     prompt_length: int,
-    names: TokenNames,
+    texts: Iterator[Sequence[str]],
     image_files: Mapping[str, str],
 ) -> dict[str, Any]:
-    sequences, start = [], 0
-    first = 0 if trained is None else trained.start
-    for sequence in sample.sequences:
-        stop = start + sequence.num_own_tokens
-        described = _describe_sequence(sequence, engine_S[start:stop], prompt_length, names, image_files)
+    """Describe a sample; `texts` gives those of its sequences, which are described in their order."""
+    sequences, start = [], 0 if trained is None else trained.start
+    for sequence, engine_S in zip(sample.sequences, engine, strict=True):
+        described = _describe_sequence(sequence, engine_S, prompt_length, next(texts), image_files)
+        stop = start + len(engine_S)
         if trained is not None:
-            own = slice(first + start, first + stop)
-            described |= {name: column_N[own].tobytes() for name, column_N in trained.columns.items()}
+            described |= trained.columns.cut(start, stop)
         sequences.append(described)
         start = stop
-    assert trained is None or first + start == trained.stop, "a step computes all own tokens of a sample or none"
+    assert trained is None or start == trained.stop, "a step computes all own tokens of a sample or none"
     return {
         "reward": sample.reward,
         "advantage": None if trained is None else trained.advantage,
@@ -221,14 +243,13 @@ def _describe_sequence(
     sequence: TokenSequence,
     engine_S: np.ndarray,
     prompt_length: int,
-    names: TokenNames,
+    texts: Sequence[str],
     image_files: Mapping[str, str],
 ) -> dict[str, Any]:
     """Describe the tokens behind the group's common prompt; a record's arrays are little-endian."""
-    ids = sequence.token_ids[prompt_length:]
     return {
-        "token_ids": ids.tobytes(),
-        "texts": names(ids),
+        "token_ids": sequence.token_ids[prompt_length:].tobytes(),
+        "texts": texts,
         "own": sequence.loss_mask[prompt_length:].tobytes(),
         "versions": [[span.num_tokens, span.policy_version] for span in sequence.version_spans],
         "engine_logprobs": engine_S.tobytes(),
@@ -236,16 +257,27 @@ def _describe_sequence(
     }
 
 
+def _name_all(sequences: Sequence[np.ndarray], names: TokenNames) -> list[list[str]]:
+    """Return the texts of each sequence's tokens. One call names all: it costs as much as some hundred tokens."""
+    texts = names(np.concatenate([part for ids in sequences for part in (ids, _NO_TOKEN)]))
+    found, start = [], 0
+    for ids in sequences:
+        found.append(texts[start : start + len(ids)])
+        start += len(ids) + 1
+    return found
+
+
 def _common_prompt_length(sequences: Sequence[TokenSequence]) -> int:
     """Return the leading tokens that all sequences share and that none of them sampled."""
     if not sequences:
         return 0
     length = min(int(sequence.loss_mask.argmax()) for sequence in sequences)
-    first = sequences[0].token_ids
-    for sequence in sequences[1:]:
-        if first[:length].tobytes() != sequence.token_ids[:length].tobytes():
-            length = int((first[:length] != sequence.token_ids[:length]).argmax())
-    return length
+    first, *others = (sequence.token_ids[:length] for sequence in sequences)
+    shared = first.tobytes()
+    return min(
+        (int((first != other).argmax()) for other in others if other.tobytes() != shared),
+        default=length,
+    )
 
 
 def _messages(example: Example) -> list[dict[str, Any]]:

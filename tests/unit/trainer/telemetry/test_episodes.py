@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.bus.image_store import hash_of
+from penstock.model.chat.chat_template import Renderer
 from services.trainer.backend.base import StepTokens
 from services.trainer.telemetry.episodes.choice import Candidate, candidate, choose
 from services.trainer.telemetry.episodes.log import EvaluatedRow, TrainedGroup
@@ -114,6 +115,26 @@ def test_a_sample_of_several_sequences_has_the_tokens_of_each(tmp_path: Path) ->
     assert b"".join(base64.b64decode(sequence["trained"]) for sequence in described) == bytes(column > 4)
     engine = [value for sequence in described for value in floats(sequence["engine_logprobs"])]
     assert entry["dlogp_max"] == pytest.approx(max(abs(value - said) for value, said in enumerate(engine)))
+
+
+def test_no_character_is_spelled_across_samples(tmp_path: Path) -> None:
+    """One ends in half a character, as a cut sample may, and the next begins with the other half."""
+    halves = Renderer.load(MODEL).render_text("é")
+    assert len(halves) == 2
+    played = make_group(MODEL, index=0, rewards=[1.0, 0.0], own_lengths=[1, 1], version=3)
+    samples = []
+    for sample, half in zip(played.samples, halves, strict=True):
+        (sequence,) = sample.sequences
+        token_ids = np.append(sequence.token_ids[:-1], np.int32(half))
+        samples.append(
+            msgspec.structs.replace(sample, sequences=(msgspec.structs.replace(sequence, token_ids=token_ids),))
+        )
+    log = open_log(tmp_path, keep="all")
+    log.keep_left_out("stale", "old", msgspec.structs.replace(played, samples=tuple(samples)))
+    log.close()
+    [entry] = index_of(tmp_path)
+    texts = [sequence["texts"] for sample in whole(tmp_path, entry)["samples"] for sequence in sample["sequences"]]
+    assert texts == [["\ufffd"], ["\ufffd"]]
 
 
 def test_the_advantage_of_a_sample_is_that_of_its_tokens(tmp_path: Path) -> None:
