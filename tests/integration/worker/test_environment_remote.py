@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock.errors import (
 from penstock.http.server import HttpServer
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
+from penstock.telemetry import metrics
 from services.recipe import Recipe
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.hosting import messages
@@ -107,6 +109,24 @@ async def test_what_fails_at_the_server_is_told_to_the_worker(kind: str, reason:
         with pytest.raises(EnvironmentFailedError, match=reason) as failed:
             await environment.step(turn("go"))
         assert isinstance(failed.value, messages.ObservationTooLargeError) == (kind == "HugePicture")
+
+
+async def num_failed_calls() -> int:
+    """Calls of environments that have failed, on the page for Prometheus."""
+    found = re.search(
+        r'^penstock_environment_calls_total\{outcome="failed"\} (\d+)', (await metrics.page()).decode(), re.MULTILINE
+    )
+    return int(found[1]) if found else 0
+
+
+async def test_an_answer_that_cannot_be_sent_is_a_failed_call() -> None:
+    """For the worker, and for Prometheus."""
+    failed_before = await num_failed_calls()
+    async with serving("SaysHalfAnEmoji") as server, episode_of(server.url, "SaysHalfAnEmoji") as environment:
+        await environment.reset(make_task())
+        with pytest.raises(EnvironmentFailedError, match=r"a message cannot be sent: .*surrogates not allowed"):
+            await environment.step(turn("go"))
+    assert await num_failed_calls() == failed_before + 1
 
 
 async def test_an_episode_that_its_worker_gives_up_ends_at_the_server() -> None:

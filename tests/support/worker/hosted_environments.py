@@ -319,6 +319,14 @@ class CannotBegin(AsyncEcho):
         raise ERRORS[task.extra["error"]]
 
 
+class SaysHalfAnEmoji(AsyncEcho):
+    """Shows the policy what no message can carry."""
+
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        """A surrogate by itself."""
+        return StepResult(observation=say("\ud83d"))
+
+
 class KillsItsServer(AsyncEcho):
     """Runs in the server's own process, and kills it in the first step of two episodes."""
 

@@ -91,10 +91,7 @@ class _Episode:
         return bytes(data)
 
     def _encode(self, reply: AnyReply) -> bytes:
-        try:
-            data = messages.encode(reply)
-        except EnvironmentFailedError as error:
-            data = messages.encode(messages.failed(reply.number, str(error)))
+        _, data = messages.encode_or_fail(reply)
         return HEADER.pack(len(data)) + data
 
     def _answer(self, request: AnyRequest) -> AnyReply:

@@ -174,6 +174,20 @@ def encode(message: AnyRequest | AnyReply) -> bytes:
     return data
 
 
+def encode_or_fail(reply: AnyReply) -> tuple[AnyReply, bytes]:
+    """Encode a reply; return what is sent, too: a reply that says why, in place of one that cannot be sent."""
+    try:
+        return reply, encode(reply)
+    except EnvironmentFailedError as error:
+        failure = failed(reply.number, str(error))
+        return failure, encode(failure)
+
+
+def renumber(data: bytes, number: int) -> bytes:
+    """Return an encoded reply with the number of the request that it answers; after questions that is a later one."""
+    return msgspec.json.encode(msgspec.json.decode(data, type=dict[str, msgspec.Raw]) | {"number": number})
+
+
 def decode_request(data: bytes) -> AnyRequest:
     """Decode a request that `encode` encoded.
 

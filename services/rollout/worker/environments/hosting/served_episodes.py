@@ -58,7 +58,7 @@ class _Episode:
         self.is_busy = False
         self._environment = environment
         self._room = room
-        self._call: asyncio.Task[AnyReply] | None = None
+        self._call: asyncio.Task[bytes] | None = None
         self._questions: asyncio.Queue[_Question] = asyncio.Queue()
         self._asked: _Question | None = None
         """The question that the worker has, and whose verdict it owes."""
@@ -67,8 +67,8 @@ class _Episode:
         """Which sample it plays, and with what."""
         self._num_steps = 0
 
-    async def answer(self, request: AnyRequest) -> AnyReply:
-        """Answer `request` within its time.
+    async def answer(self, request: AnyRequest) -> bytes:
+        """Answer `request` within its time; return the encoded reply.
 
         Raises:
             TimeoutError: it takes longer.
@@ -78,7 +78,7 @@ class _Episode:
             async with asyncio.timeout(request.remaining_s):
                 return await self._advance(request)
         except PenstockError as error:
-            return messages.failed(request.number, str(error))
+            return messages.encode(messages.failed(request.number, str(error)))
 
     async def close(self) -> None:
         """Cancel the current call and end the episode."""
@@ -93,7 +93,7 @@ class _Episode:
             except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
                 log.warning("environment.close_failed", error=repr(error))
 
-    async def _advance(self, request: AnyRequest) -> AnyReply:
+    async def _advance(self, request: AnyRequest) -> bytes:
         if isinstance(request, VerdictRequest):
             self._take_verdict(request)
         elif self._call is not None:
@@ -106,9 +106,10 @@ class _Episode:
             await asyncio.wait({self._call, asking}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 self._asked = asking.result()
-                return GradeReply(number=request.number, text=self._asked.text)
+                return messages.encode(GradeReply(number=request.number, text=self._asked.text))
             call, self._call = self._call, None
-            return messages.numbered(call.result(), request.number)
+            reply = call.result()
+            return messages.renumber(reply, request.number) if isinstance(request, VerdictRequest) else reply
         finally:
             asking.cancel()
 
@@ -131,8 +132,11 @@ class _Episode:
             if not question.verdict.done():
                 return question
 
-    async def _perform(self, request: AnyRequest) -> AnyReply:
-        """Call the environment, and record the span of it: from the request to the reply, verdicts included."""
+    async def _perform(self, request: AnyRequest) -> bytes:
+        """Call the environment, and record the span of it: from the request to the reply, verdicts included.
+
+        Returns the encoded reply, under the number of `request`.
+        """
         turn = None
         if isinstance(request, ResetRequest):
             group, _, sample = request.task.id.rpartition("/")
@@ -143,13 +147,13 @@ class _Episode:
         began, outcome = time.monotonic(), "cut"
         try:
             with spans.recorded("environment.call", turn=turn, **self._about) as about:
-                reply = await self._call_environment(request)
+                reply, data = messages.encode_or_fail(await self._call_environment(request))
                 outcome = "answered"
                 if isinstance(reply, FailedReply):
                     about["error"], outcome = reply.error, "failed"
         finally:
             metrics.count_call(time.monotonic() - began, outcome)
-        return reply
+        return data
 
     async def _call_environment(self, request: AnyRequest) -> AnyReply:
         what = str(request.__struct_config__.tag)
@@ -205,8 +209,8 @@ class ServedEpisodes:
         if not self._is_open:
             raise NotReadyError("this server is stopping; begin the episode at another server, or again later")
 
-    async def answer(self, episode_id: str, request: AnyRequest) -> AnyReply:
-        """Answer `request` for episode `episode_id`; a `reset` begins the episode.
+    async def answer(self, episode_id: str, request: AnyRequest) -> bytes:
+        """Answer `request` for episode `episode_id`; a `reset` begins the episode. Return the encoded reply.
 
         Raises:
             HTTPException: there is no such episode (404), or it cannot take this request (409).

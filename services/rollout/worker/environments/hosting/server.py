@@ -129,12 +129,7 @@ def _make_app(episodes: ServedEpisodes) -> FastAPI:
             decoded = await parse_body(request, messages.decode_request)
         except EnvironmentFailedError as error:
             raise InvalidRequestError(str(error)) from None
-        reply = await episodes.answer(episode_id, decoded)
-        try:
-            data = messages.encode(reply)
-        except EnvironmentFailedError as error:
-            data = messages.encode(messages.failed(decoded.number, str(error)))
-        return Response(data, media_type="application/json")
+        return Response(await episodes.answer(episode_id, decoded), media_type="application/json")
 
     @app.delete("/v1/episodes/{episode_id}")
     async def end(episode_id: str) -> dict[str, str]:
