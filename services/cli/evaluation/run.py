@@ -5,7 +5,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +19,7 @@ from penstock.config.sections import MAX_NAME_CHARS
 from penstock.errors import ConfigError, DeadlineError, SetupError, UnavailableError
 from penstock.runtime import process
 from penstock.runtime.disk_space import disk_full_reported
-from penstock.runtime.process import end_task
+from penstock.runtime.process import completed, end_task
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli.evaluation.begun import Begun, read_begun, require_same, require_same_rows
@@ -299,30 +299,36 @@ class _Evaluating:
         self._folder.write_config(self._recipe)
         for outcome in self._kept:
             progress.add(outcome)
-        with closing(SamplesFile(self._folder.path / SAMPLES_FILE, self._kept)) as samples:
-            (self._folder.path / RESULTS_FILE).unlink(missing_ok=True)
+        samples = await asyncio.to_thread(SamplesFile, self._folder.path / SAMPLES_FILE, self._kept)
+        (self._folder.path / RESULTS_FILE).unlink(missing_ok=True)
+        writing = asyncio.Lock()
 
-            def on_played(outcome: PlayedPrompt) -> None:
-                if self._begun is None:
-                    write_set_settings(self._folder.path, self._sets)
-                    begun.write(self._folder.path)
-                    self._begun = begun
-                samples.add(outcome)
-                progress.add(outcome)
-                self._outcomes[outcome.set_name].append(outcome)
+        async def keep(outcome: PlayedPrompt) -> None:
+            async with writing:
+                await asyncio.to_thread(self._write, outcome, samples, begun)
+            progress.add(outcome)
+            self._outcomes[outcome.set_name].append(outcome)
 
-            playing = asyncio.ensure_future(play(on_played))
-            ending = asyncio.ensure_future(ended)
-            try:
-                await asyncio.wait({playing, ending}, return_when=asyncio.FIRST_COMPLETED)
-                if ending.done():
-                    ending.result()
-                self._is_interrupted = not playing.done()
-                if playing.done():
-                    playing.result()
-            finally:
-                await end_task(playing)
-                await end_task(ending)
+        playing = asyncio.ensure_future(play(lambda outcome: completed(keep(outcome))))
+        ending = asyncio.ensure_future(ended)
+        try:
+            await asyncio.wait({playing, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                ending.result()
+            self._is_interrupted = not playing.done()
+            if playing.done():
+                playing.result()
+        finally:
+            await end_task(playing)
+            await end_task(ending)
+
+    def _write(self, outcome: PlayedPrompt, samples: SamplesFile, begun: Begun) -> None:
+        """Write an outcome; before the first one, what must be equal when the evaluation is resumed."""
+        if self._begun is None:
+            write_set_settings(self._folder.path, self._sets)
+            begun.write(self._folder.path)
+            self._begun = begun
+        samples.add(outcome)
 
     @asynccontextmanager
     async def _collecting_spans(self, bus: Bus) -> AsyncIterator[None]:

@@ -34,7 +34,7 @@ async def play_on_bus(
         sets: Sets to play.
         bus: The bus; its queues are emptied first.
         version: The policy version that the engines serve.
-        on_played: Called with each row's outcome.
+        on_played: Awaited with each row's outcome.
         played: Rows to leave out, by set and number.
 
     Raises:

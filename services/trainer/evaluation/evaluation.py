@@ -38,7 +38,7 @@ MAX_FAILURES_AT_FIRST: Final = 8
 SILENCE_S: Final = 30.0
 """Seconds without any group after which the bus is asked whether the awaited groups still exist."""
 
-OnPlayed = Callable[[PlayedPrompt], None]
+OnPlayed = Callable[[PlayedPrompt], Awaitable[None]]
 """Callback that takes a row's outcome."""
 OnGroup = Callable[[str, int, Group], Awaitable[None]]
 """Callback that takes a row, by set and number, and its group while the bus still has the group's images."""
@@ -97,7 +97,7 @@ class Evaluation:
             run_id: Unique identity of the evaluation.
             epoch: This start of the process.
             version: The only policy version that may play.
-            on_played: Called with each row's outcome.
+            on_played: Awaited with each row's outcome.
             has_received_all: Returns whether every group that the bus holds has been passed to `receive` or `fail`.
             silence_s: Seconds without a group after which to look for lost prompts.
             played: Rows, by set and number, that the version has already played.
@@ -205,7 +205,7 @@ class Evaluation:
         await self._images.remove(group_id.scope)
         if self._has_ended:
             return
-        self._on_played(outcome)
+        await self._on_played(outcome)
         self._failures.add(outcome)
         self._free.release()
         self._num_left -= 1

@@ -13,7 +13,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -213,30 +213,30 @@ class Evaluator:
         )
         self._playing = step
         try:
-            with closing(SamplesFile(folder / SAMPLES_FILE, played)) as samples:
-                await asyncio.to_thread(write_set_settings, folder, self._sets)
+            samples = await asyncio.to_thread(SamplesFile, folder / SAMPLES_FILE, played)
+            await asyncio.to_thread(write_set_settings, folder, self._sets)
 
-                def on_played(outcome: PlayedPrompt) -> None:
-                    samples.add(outcome)
-                    outcomes[outcome.set_name].append(outcome)
+            async def keep(outcome: PlayedPrompt) -> None:
+                await asyncio.to_thread(samples.add, outcome)
+                outcomes[outcome.set_name].append(outcome)
 
-                self._current = Evaluation(
-                    self._sets,
-                    bus=self._bus,
-                    images=self._images,
-                    run_id=f"{self._run_id}-step-{step}",
-                    epoch=self._epoch,
-                    version=version,
-                    on_played=on_played,
-                    has_received_all=has_received_all,
-                    played={(each.set_name, each.row) for each in played},
-                    num_slots=None if hold_out is None else hold_out.num_slots,
-                    on_group=self._keeping(self._episodes, step, version) if self._episodes is not None else None,
-                )
-                try:
-                    await self._current.run()
-                finally:
-                    self._current = None
+            self._current = Evaluation(
+                self._sets,
+                bus=self._bus,
+                images=self._images,
+                run_id=f"{self._run_id}-step-{step}",
+                epoch=self._epoch,
+                version=version,
+                on_played=lambda outcome: completed(keep(outcome)),
+                has_received_all=has_received_all,
+                played={(each.set_name, each.row) for each in played},
+                num_slots=None if hold_out is None else hold_out.num_slots,
+                on_group=self._keeping(self._episodes, step, version) if self._episodes is not None else None,
+            )
+            try:
+                await self._current.run()
+            finally:
+                self._current = None
             elapsed_s = time.monotonic() - started
             title = f"Evaluation of step {step}, policy version {version}"
             await asyncio.to_thread(write_page, folder, title, self._sets, outcomes)

@@ -71,7 +71,7 @@ class OpenAiPlayer:
     async def play(
         self, sets: Mapping[str, EvaluationSet], *, on_played: OnPlayed, played: Collection[tuple[str, int]] = ()
     ) -> None:
-        """Play every row of `sets`, call `on_played` with each outcome, and return when each row has one.
+        """Play every row of `sets`, await `on_played` with each outcome, and return when each row has one.
 
         Rows in `played`, by set and number, are left out.
 
@@ -88,7 +88,7 @@ class OpenAiPlayer:
         async def play_rows() -> None:
             for each, row in rows:  # shared: each takes the next
                 outcome = await self._play(each, row)
-                on_played(outcome)
+                await on_played(outcome)
                 failures.add(outcome)
 
         async with asyncio.TaskGroup() as tasks:

@@ -1,7 +1,6 @@
 """Reports an evaluation to people: a table, and files in the run folder."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.runtime.files import write_atomically
+from penstock.runtime.files import replacing, write_atomically
+from penstock.telemetry.json_lines import append_lines
 from services.trainer.evaluation.estimators import Estimate
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.summary import Summary
@@ -20,24 +20,25 @@ _HEAD = ("set", "prompts", "n", "score", "pass@n", "maj@n", "cut", "no answer", 
 
 
 class SamplesFile:
-    """samples.jsonl: one line for each prompt; only the last line can be incomplete."""
+    """samples.jsonl: one line for each prompt; only a line that a crash cut off is incomplete. Its methods block."""
 
     def __init__(self, path: Path, outcomes: Iterable[PlayedPrompt] = ()) -> None:
         """Create `path`, replacing an older file, and begin it with `outcomes`."""
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            file.writelines(msgspec.json.encode(each) + b"\n" for each in outcomes)
-        os.replace(temporary, path)
-        self._file = path.open("ab")
+        self._path = path
+        with replacing(path) as file:
+            file.writelines(map(_line, outcomes))
 
     def add(self, outcome: PlayedPrompt) -> None:
-        """Append a line."""
-        self._file.write(msgspec.json.encode(outcome) + b"\n")
-        self._file.flush()
+        """Append a line; call it from one thread at a time.
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        Raises:
+            OSError: it cannot be written; the file is as it was.
+        """
+        append_lines(self._path, _line(outcome))
+
+
+def _line(outcome: PlayedPrompt) -> bytes:
+    return msgspec.json.encode(outcome) + b"\n"
 
 
 def read_samples(path: Path) -> list[PlayedPrompt]:

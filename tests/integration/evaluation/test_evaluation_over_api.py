@@ -22,6 +22,7 @@ from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from tests.support.openai_api import Api, serving_api
 from tests.support.trainer.data.pictures import jpeg
+from tests.support.trainer.outcomes import appending_to
 from tests.support.waiting import promptly
 
 pytestmark = pytest.mark.leaves_behind("the reward pool replaces workers, and their pipes", "descriptor")
@@ -80,7 +81,7 @@ async def play(
     """The outcomes in the order of the rows, without those of `played`."""
     outcomes: list[PlayedPrompt] = []
     async with OpenAiPlayer(api.url, model=model, api_key=key, verifier=verifier, concurrency=2) as player:
-        await promptly(player.play(sets, on_played=outcomes.append, played=played))
+        await promptly(player.play(sets, on_played=appending_to(outcomes), played=played))
     return sorted(outcomes, key=lambda each: each.row)
 
 
@@ -273,7 +274,7 @@ async def test_a_reasoning_model_is_asked_by_its_own_names(api: Api, verifier: R
     sets = make_sets(tmp_path, temperature=1.0)
     async with OpenAiPlayer(api.url, model="m", api_key="", verifier=verifier, concurrency=1) as player:
         played: list[PlayedPrompt] = []
-        await promptly(player.play(sets, on_played=played.append))
+        await promptly(player.play(sets, on_played=appending_to(played)))
     assert [(each.error, len(each.samples)) for each in played] == [("", 1), ("", 1)]
     asked = [(request.get("max_tokens"), request.get("max_completion_tokens")) for request in api.requests]
     assert asked == [(16, None), (None, 16), (None, 16)]

@@ -31,7 +31,7 @@ from services.trainer.telemetry.episodes.log import EpisodeLog
 from services.trainer.weight_sync.held_out.kept_weights import KeptWeights
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from tests.support.trainer.groups import make_group, num_placeholders, picture
-from tests.support.waiting import HANG_S, promptly, until
+from tests.support.waiting import HANG_S, promptly, settled, until
 
 NUM_PROMPTS = 3
 MANY_SLOTS = 64
@@ -190,6 +190,34 @@ async def test_an_evaluation_is_not_due_while_its_answers_are_written_down(
     may_write.set()
     await promptly(evaluating)
     assert not evaluator.is_due(4)
+
+
+async def test_a_disk_that_hangs_holds_up_an_answer_and_not_the_loop(
+    bus: Bus, tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on in the same loop. A stop waits for the answer, which is then in the file."""
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def write_slowly(*arguments: Any) -> int:
+        is_writing.set()
+        assert may_write.wait(HANG_S)
+        return append_lines(*arguments)
+
+    monkeypatch.setattr("services.trainer.evaluation.report.append_lines", write_slowly)
+    evaluator = await open_evaluator(bus, tmp_path, epoch="a", logged=[])
+    evaluating = asyncio.create_task(evaluator.evaluate(4, 7, has_received_all=is_complete, on_held_out=None))
+    first, *_ = await take_prompts(bus)
+    receiving = asyncio.create_task(evaluator.receive(played(first, tiny_model_path)))
+    await until(is_writing.is_set)
+    receiving.cancel()
+    await settled()
+    assert not receiving.done()
+    may_write.set()
+    await asyncio.wait((receiving,))
+    assert receiving.cancelled()
+    [line] = (tmp_path / "evaluations/step-000004/samples.jsonl").read_text().splitlines()
+    assert json.loads(line)["row"] == 0
+    await end_task(evaluating)
 
 
 async def test_a_stop_while_an_evaluation_is_reported_loses_nothing_of_it(

@@ -32,6 +32,7 @@ from services.trainer.evaluation.evaluation import Evaluation
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from tests.support.trainer.data.pictures import png
+from tests.support.trainer.outcomes import appending_to
 from tests.support.waiting import promptly, until
 from tests.support.worker.prompts import ANSWER, count, read, working
 
@@ -80,7 +81,7 @@ async def test_every_row_has_one_outcome(bus: Bus, engine: SimulatedEngine, reci
     sets |= make_sets(tmp_path, ["5"], name="other")
     played: list[PlayedPrompt] = []
     async with working(recipe):
-        await promptly(play_on_bus(sets, bus, version=0, on_played=played.append))
+        await promptly(play_on_bus(sets, bus, version=0, on_played=appending_to(played)))
         await until(lambda: _is_empty(bus))
     by_row = {(each.set_name, each.row): each for each in played}
     assert len(by_row) == len(played) == 4
@@ -100,7 +101,7 @@ async def test_what_cannot_be_judged_fails_alone(
     played: list[PlayedPrompt] = []
     async with working(recipe):
         sets = make_sets(tmp_path, ["3", "x" * 600, "3"])
-        await promptly(play_on_bus(sets, bus, version=0, on_played=played.append))
+        await promptly(play_on_bus(sets, bus, version=0, on_played=appending_to(played)))
     errors = {each.row: each.error for each in played}
     assert {row: bool(error) for row, error in errors.items()} == {0: False, 1: True, 2: False}
     assert "cannot be read by reward profile 'math'" in errors[1]
@@ -114,7 +115,7 @@ async def test_a_set_that_cannot_be_played_ends_the_evaluation(
     played: list[PlayedPrompt] = []
     async with working(recipe):
         with pytest.raises(ExceptionGroup) as raised:
-            await promptly(play_on_bus(sets, bus, version=0, on_played=played.append))
+            await promptly(play_on_bus(sets, bus, version=0, on_played=appending_to(played)))
     [error] = raised.value.exceptions
     assert isinstance(error, DataError)
     assert "the first 8 prompts of evaluation.sets.s all failed" in str(error)
@@ -139,7 +140,7 @@ async def published(
         run_id="e",
         epoch="a",
         version=7,
-        on_played=played.append,
+        on_played=appending_to(played),
         **{"has_received_all": has_received_all, **changes},
     )
     running = asyncio.create_task(evaluation.run())

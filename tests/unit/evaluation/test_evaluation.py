@@ -19,6 +19,7 @@ from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetCo
 from services.trainer.evaluation.evaluation import MAX_FAILURES_AT_FIRST, Evaluation
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.sets import open_sets
+from tests.support.trainer.outcomes import appending_to
 from tests.support.waiting import settled, until
 
 NUM_ROWS = 40
@@ -65,7 +66,7 @@ def evaluation(server: Any, outcomes: list[PlayedPrompt], **given: Any) -> Evalu
         images=server,
         epoch="a",
         version=1,
-        on_played=outcomes.append,
+        on_played=appending_to(outcomes),
         **{"run_id": "r", "has_received_all": has_received_none, **given},
     )
 

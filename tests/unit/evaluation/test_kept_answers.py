@@ -37,7 +37,7 @@ def answer(name: str, row: int, *, version: int = VERSION) -> PlayedPrompt:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An evaluation that was interrupted after one row of b and both of a."""
-    SamplesFile(tmp_path / SAMPLES_FILE, [answer("a", 0), answer("b", 1), answer("a", 1)]).close()
+    SamplesFile(tmp_path / SAMPLES_FILE, [answer("a", 0), answer("b", 1), answer("a", 1)])
     write_set_settings(tmp_path, sets())
     return tmp_path
 
