@@ -258,7 +258,7 @@ class TrainerConfig(BackendConfig):
     checkpoint_every: int = pydantic.Field(default=10, ge=1)
     """Steps between checkpoints. Groups stay on the bus until a checkpoint holds what became of them."""
     keep_checkpoints: int = pydantic.Field(default=2, ge=1)
-    """Older checkpoints are deleted."""
+    """Older checkpoints are deleted, one that `penstock eval` or `penstock export` reads at the save after its end."""
     record_groups: bool = False
     """Keep the inputs of every step in the run folder, for `penstock replay`: groups in order, settings, digests."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()

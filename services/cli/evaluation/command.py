@@ -1,5 +1,6 @@
 """The command `penstock eval`; `run` does the work."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from penstock.runtime.security import Security
 from services.cli.arguments import RecipeArgument, load_run, sort_arguments
 from services.cli.model_folder import find_model
 from services.launch.settings import hub_models
+from services.trainer.checkpoint.holding import held_model
 
 
 def eval_(
@@ -64,5 +66,6 @@ def eval_(
     elif not (url or (folder is not None and evaluating.is_over_api(folder))):
         settings = hub_models.with_model(settings)
     security = Security.load(settings.security)
-    code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model, folder=folder)
+    with nullcontext() if settings.model is None else held_model(settings.model.path):
+        code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model, folder=folder)
     return code

@@ -12,6 +12,7 @@ from penstock.model import hub
 from penstock.runtime.imports import import_with_extra
 from services.cli.interruption import interruptible
 from services.cli.model_folder import find_model_or_adapter, is_adapter_folder
+from services.trainer.checkpoint.holding import held_model
 
 
 class Precision(StrEnum):
@@ -49,14 +50,19 @@ def export(
     [trainer.lora] are merged into the model that the run began with.
     """
     model = find_model_or_adapter(source, step=step, name="RUN")
+    with held_model(model):
+        size_bytes = _write(model, target, dtype=dtype.value, base=base)
+    sys.stdout.write(f"{target}: {model}, weights in {dtype.value}, {size_bytes / 2**20:,.1f} MiB\n")
+    return 0
+
+
+def _write(model: Path, target: Path, *, dtype: str, base: Path | None) -> int:
+    """Write the model, or the adapters merged into `base`; return the size of the weights in bytes."""
     if is_adapter_folder(model):
         merging = import_with_extra("services.trainer.backend.files.merge_adapter", "penstock export", extra="trainer")
         base = None if base is None else hub.fetch(base, setting="--base")
-        size_bytes = merging.merge_adapter(model, target, dtype=dtype.value, base=base)
-    elif base is not None:
+        return int(merging.merge_adapter(model, target, dtype=dtype, base=base))
+    if base is not None:
         raise ConfigError(f"--base {base}: {model} holds whole weights, not adapters; leave it out")
-    else:
-        casting = import_with_extra("services.trainer.backend.files.cast_model", "penstock export", extra="trainer")
-        size_bytes = casting.cast_model(model, target, dtype=dtype.value)
-    sys.stdout.write(f"{target}: {model}, weights in {dtype.value}, {size_bytes / 2**20:,.1f} MiB\n")
-    return 0
+    casting = import_with_extra("services.trainer.backend.files.cast_model", "penstock export", extra="trainer")
+    return int(casting.cast_model(model, target, dtype=dtype))

@@ -39,6 +39,7 @@ import structlog
 from penstock.errors import SetupError, SupersededError
 from penstock.runtime.disk_space import flush, is_disk_full
 from penstock.runtime.file_digest import file_digest
+from services.trainer.checkpoint.holding import MANIFEST, taken
 
 log = structlog.get_logger()
 
@@ -143,7 +144,7 @@ class CheckpointStore:
                 file: {"size_bytes": (partial / file).stat().st_size, "xxh3": digest}
                 for file, digest in sorted(digests.items())
             }
-            manifest = partial / "manifest.json"
+            manifest = partial / MANIFEST
             manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
             for path in (manifest, *(p for p in partial.rglob("*") if p.is_dir()), partial):
                 flush(path)
@@ -186,7 +187,7 @@ class CheckpointStore:
         ready.rename(final)
         flush(self.folder)
         if aside.exists():
-            self._discard_renamed(aside)
+            self._discard(self._rename_away(aside))
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None if this folder never had one.
@@ -269,17 +270,23 @@ class CheckpointStore:
         flush(self.folder)
 
     def _delete_others(self, step: int) -> None:
-        """Delete all but the newest `keep`, and later steps, which belong to an abandoned history."""
+        """Delete all but the newest `keep`, and later steps, which belong to an abandoned history.
+
+        Those that others read (`holding`) stay until the next save.
+        """
         paths = sorted(self._paths(), key=_step)
         later = [path for path in paths if _step(path) > step]
         for path in (*later, *paths[: len(paths) - len(later)][: -self._keep]):
-            self._discard_renamed(path)
+            with taken(path) as is_free:
+                unwanted = self._rename_away(path) if is_free else None
+            if unwanted is not None:  # after the lock: NFS keeps the name of a file that is open
+                self._discard(unwanted)
 
-    def _discard_renamed(self, path: Path) -> None:
-        """Give a checkpoint that nobody needs a name that is none of a checkpoint, and delete it."""
+    def _rename_away(self, path: Path) -> Path:
+        """Give a checkpoint that nobody needs a name that is none of a checkpoint, and return that."""
         unwanted = self._writer / f"{path.name}.{uuid.uuid4().hex[:8]}.unwanted"
         path.rename(unwanted)
-        self._discard(unwanted)
+        return unwanted
 
     def _discard(self, path: Path) -> None:
         """Delete a folder as far as that is possible: on NFS not what another process has open. What stays is in the
@@ -334,7 +341,7 @@ def _read(path: Path) -> Checkpoint:
         OSError: a file is missing or cannot be read.
         ValueError, KeyError, TypeError: it is damaged.
     """
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = json.loads((path / MANIFEST).read_text())
     if "files" not in manifest:
         raise ValueError("an earlier version of Penstock wrote it")
     files: Mapping[str, Mapping[str, Any]] = manifest["files"]

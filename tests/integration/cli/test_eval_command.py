@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,15 +21,14 @@ from transformers import AutoTokenizer
 from penstock.bus.buckets.lock import EVALUATION, locked
 from penstock.bus.connection import connect
 from penstock.config import BusConfig, load
-from penstock.errors import ConfigError
 from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import main
-from services.cli.model_folder import find_model
 from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
 from services.rollout.testing.engine_process import START_TIMEOUT_S
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.evaluation.openai_server import read_api_key
 from services.view.trace_reader import TraceReader
 from tests.support.openai_api import serving_api
@@ -83,6 +83,16 @@ async def finished(command: asyncio.subprocess.Process) -> tuple[str, str]:
     """What it wrote, once it has ended: it starts three services, which on a busy machine takes minutes."""
     out, err = await asyncio.wait_for(command.communicate(), START_TIMEOUT_S)
     return out.decode(), err.decode()
+
+
+async def all_up(command: asyncio.subprocess.Process) -> None:
+    """Return once it has said that all its processes are up."""
+    assert command.stdout is not None
+    up: set[str] = set()
+    while up < {"reward", "router", "worker-0"}:
+        line = (await asyncio.wait_for(command.stdout.readline(), START_TIMEOUT_S)).decode()
+        assert line, await command.communicate()
+        up |= {line.split()[0]} if "is up" in line else set()
 
 
 async def test_a_whole_evaluation(recipe: Path, engine: SimulatedEngine) -> None:
@@ -151,12 +161,7 @@ async def test_ctrl_c_keeps_what_was_played(recipe: Path, engine: SimulatedEngin
     """Exit code 130, no process left, no results that look complete."""
     engine.hang_after = 1
     async with evaluating(recipe) as command:
-        assert command.stdout is not None
-        up: set[str] = set()
-        while up < {"reward", "router", "worker-0"}:
-            line = (await asyncio.wait_for(command.stdout.readline(), START_TIMEOUT_S)).decode()
-            assert line, await command.communicate()
-            up |= {line.split()[0]} if "is up" in line else set()
+        await all_up(command)
         children = psutil.Process(command.pid).children(recursive=True)
         command.send_signal(signal.SIGINT)
         out, err = await finished(command)
@@ -165,6 +170,28 @@ async def test_ctrl_c_keeps_what_was_played(recipe: Path, engine: SimulatedEngin
     assert psutil.wait_procs(children, timeout=10.0)[1] == []
     [folder] = (recipe.parent / "runs").iterdir()
     assert not (folder / "evaluation.json").exists()
+
+
+@pytest.mark.slow
+async def test_a_live_run_keeps_the_checkpoint_that_is_evaluated(
+    recipe: Path, engine: SimulatedEngine, tiny_model_path: Path
+) -> None:
+    """Until the evaluation has ended, also by kill -9."""
+
+    def write(folder: Path) -> None:
+        shutil.copytree(tiny_model_path, folder / "model")
+
+    engine.hang_after = 1
+    checkpoints = CheckpointStore(recipe.parent / "run/checkpoints", keep=1)
+    checkpoints.save(1, {}, write)
+    async with evaluating(recipe, f"--model={recipe.parent}/run") as command:
+        await all_up(command)
+        checkpoints.save(2, {}, write)
+        assert checkpoints.steps() == [1, 2]
+        command.kill()
+        await finished(command)
+    checkpoints.save(3, {}, write)
+    assert checkpoints.steps() == [3]
 
 
 @pytest.mark.slow
@@ -365,24 +392,3 @@ def test_a_recipe_without_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "r.toml").write_text('[run]\nname = "r"\n')
     assert main(["eval", str(tmp_path / "r.toml")]) == 2
     assert "the recipe has no evaluation set; add one" in capsys.readouterr().err
-
-
-def test_model_takes_models_checkpoints_and_runs(tmp_path: Path) -> None:
-    """The newest checkpoint of a run; what holds no model is refused."""
-
-    def save(folder: Path) -> Path:
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-        return folder
-
-    model = save(tmp_path / "plain")
-    for step in (1, 2):
-        checkpoint = tmp_path / f"run/checkpoints/step-{step:06d}"
-        newest = save(checkpoint / "model")
-        (checkpoint / "state.json").write_text("{}")
-        (checkpoint / "manifest.json").write_text(json.dumps({"step": step, "files": {}}))
-    assert find_model(model) == model
-    assert find_model(newest.parent) == newest
-    assert find_model(tmp_path / "run") == newest
-    with pytest.raises(ConfigError, match="is neither a model folder"):
-        find_model(tmp_path)
