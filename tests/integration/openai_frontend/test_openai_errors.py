@@ -28,6 +28,7 @@ from services.router.frontends.openai.schema.requests import ChatRequest, Comple
 from services.router.frontends.openai.server import ChatBackend
 from services.router.server import routing, serve
 from services.router.tuning import OpenAITuning, Tuning
+from tests.support.router.agent_session import agent_session
 from tests.support.router.openai_harness import HI, MODEL_PATH, PNG, Harness, data_url, until_idle
 from tests.support.waiting import HANG_S, until
 
@@ -338,11 +339,17 @@ async def test_one_choice_that_fails_fails_the_answer(harness: Harness) -> None:
 
 
 async def test_a_body_that_is_too_large_is_refused(harness: Harness) -> None:
-    """413, above 64 MiB."""
-    async with harness.http() as client:
-        text = base64.b64encode(bytes(48 * 2**20)).decode()
-        body = {"model": harness.run, "messages": [{"role": "user", "content": text}]}
-        assert (await client.post("/v1/chat/completions", json=body)).status_code == 413
+    """413, above 64 MiB. An agent's session has the reason, since the same call would be refused again."""
+    text = base64.b64encode(bytes(48 * 2**20)).decode()
+    body = {"model": harness.run, "messages": [{"role": "user", "content": text}]}
+    async with agent_session(harness) as agent, harness.http() as client:
+        for session in ("", f"/sessions/{agent.opened.id}"):
+            answer = await client.post(f"{session}/v1/chat/completions", json=body)
+            assert answer.status_code == 413
+        failure = await agent.sessions.read_failure(agent.opened.id)
+        assert failure is not None
+        assert not failure.is_poison
+        assert failure.reason == answer.json()["error"]["message"]
 
 
 def test_what_is_refused_before_it_is_read_has_openais_form_too() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from services.router.frontends.openai.app import make_openai_app
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import error_body
 from services.router.frontends.openai.parsing_threads import NUM_THREADS
-from services.router.frontends.openai.sessions.routes import session_of
+from services.router.frontends.openai.sessions.routes import noting_large_bodies, session_of
 from services.router.frontends.openai.sessions.session_api import SessionApi
 from services.router.tuning import OpenAITuning
 
@@ -94,8 +95,9 @@ async def serving(
         forwarder=forwarder,
         recordings=recordings,
     )
+    session_api = SessionApi(api, sessions, images, grid=backend.grid)
     server = HttpServer(
-        make_openai_app(api, SessionApi(api, sessions, images, grid=backend.grid)),
+        make_openai_app(api, session_api),
         host=host,
         port=config.http_port or 0,
         key="router.http_port",
@@ -104,6 +106,7 @@ async def serving(
         make_error_body=error_body,
         security=security,
         name_of_key=session_of,
+        wrap=functools.partial(noting_large_bodies, sessions=session_api),
     )
     try:
         await server.start()

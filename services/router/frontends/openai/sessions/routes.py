@@ -3,12 +3,13 @@
 A client whose base URL is fixed names its session in a header instead, at the chat route of all.
 """
 
+import json
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.records.session import SESSION_HEADER
 from services.router.frontends.openai.chat_api import ChatApi
@@ -44,3 +45,21 @@ def add_session_routes(app: FastAPI, api: ChatApi, sessions: SessionApi) -> None
         """List the served policy, while the session is open."""
         await sessions.require_open(session)
         return {"object": "list", "data": [api.describe()]}
+
+
+def noting_large_bodies(server: ASGIApp, sessions: SessionApi) -> ASGIApp:
+    """Return a server that notes in its session a body that was too large: no application sees that call."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        status = 0
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            if status == 413 and message["type"] == "http.response.body":
+                await sessions.note_refusal(session_of(scope), json.loads(message["body"])["error"]["message"])
+            await send(message)
+
+        await server(scope, receive, send_noted)
+
+    return answer
