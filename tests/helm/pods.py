@@ -188,6 +188,11 @@ class Release:
         self.pods.remove(self.full(pod))
         return code
 
+    def lose(self, pod: str) -> None:
+        """Remove a pod at once, without SIGTERM, as with the node that it ran on."""
+        self.podman("pod", "rm", "--force", "--time", "0", self.full(pod))
+        self.pods.remove(self.full(pod))
+
     def rows(self, run: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """Finished steps of the run, out of its claim."""
         mounted = self.podman(

@@ -12,9 +12,9 @@ import pytest
 
 from tests.helm.pods import Podman, Release, leftovers, missing, release
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = pytest.mark.timeout(5400)
 
-NUM_STEPS = int(os.environ.get("NUM_STEPS", "400"))
+NUM_STEPS = int(os.environ.get("NUM_STEPS", "500"))
 GROUPS_PER_STEP = 8
 RUN = "chart-test"
 VALUES = {
@@ -42,8 +42,8 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Podman:
 
 
 def test_the_rendered_pods_train_through_kills_and_scaling(podman: Podman) -> None:
-    """One engine, then two, one of them killed, then one; the trainer is stopped and goes on: no group is lost or
-    trained twice."""
+    """One engine, then two, one of them killed, then one; pods are gone at once and come again; the trainer is stopped
+    and goes on: no group is lost or trained twice."""
     with release(podman, VALUES) as pods:
         started = time.monotonic()
         for workload in ("nats", "reward", "router"):
@@ -69,6 +69,8 @@ def test_the_rendered_pods_train_through_kills_and_scaling(podman: Podman) -> No
         took_s = pods.wait_until(lambda: pods.is_ready("rollout-unified-0"), "a ready engine", 300)
         tell(f"killed engine: ready again after {took_s:.0f} s, at step {last_step(pods)}")
         pods.wait_until(lambda: num_routable(pods) == 2, "two engines that take calls", 120)
+
+        lose_pods(pods)
 
         assert pods.end("rollout-unified-1") == 0
         tell(f"scaled down at step {last_step(pods)}")
@@ -103,6 +105,24 @@ def test_a_setting_that_is_wrong_ends_the_trainer_with_2(podman: Podman) -> None
         assert pods.inspect("trainer")["State"]["ExitCode"] == 2, pods.logs()
         name = pods.name
     assert leftovers(podman, name) == []
+
+
+def lose_pods(pods: Release) -> None:
+    """The pods of an engine, the router and the trainer are removed without SIGTERM, and others take their places."""
+    pods.lose("rollout-unified-1")
+    took_s = pods.wait_until(lambda: num_routable(pods) == 1, "a router that misses the engine", 120)
+    tell(f"lost pod of an engine: the router gives it no calls after {took_s:.0f} s, at step {last_step(pods)}")
+    pods.play("rollout-unified", pod="rollout-unified-1")
+    took_s = pods.wait_until(lambda: num_routable(pods) == 2, "two engines that take calls", 300)
+    tell(f"its successor takes calls after {took_s:.0f} s, at step {last_step(pods)}")
+    for workload in ("router", "trainer"):
+        before = last_step(pods)
+        pods.lose(workload)
+        pods.play(workload)
+        goal = before + 3  # two may be of groups that were played before
+        took_s = pods.wait_until(lambda goal=goal: last_step(pods) >= goal, f"step {goal}", 600)  # type: ignore[misc]
+        tell(f"lost pod of the {workload} at step {before}: step {goal} {took_s:.0f} s after its successor's start")
+    pods.wait_until(lambda: num_routable(pods) == 2, "two engines that take calls", 120)
 
 
 def assert_confined(pods: Release) -> None:
