@@ -2,14 +2,17 @@
 `make test-ray`.
 """
 
+import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +219,7 @@ _RECIPE = """
 name = "submitted"
 
 [trainer]
-num_steps = 2
+num_steps = 1000
 groups_per_step = 8
 
 [rollout]
@@ -230,31 +233,80 @@ environment = "mine"
 """
 
 
-def submitted(nodes: Nodes, folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
-    """`ray job submit`, which returns when the job has ended; a cluster takes none in its first seconds, or minutes."""
-    ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
-    submit = [*ray, "job", "submit", f"--address=http://{nodes.dashboard}", f"--working-dir={folder}", "--", *command]
+def ray_job(nodes: Nodes, what: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run `ray job`, which waits for the job's end."""
+    command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "job", what]
+    return subprocess.run(
+        [*command, f"--address=http://{nodes.dashboard}", *arguments], capture_output=True, text=True, timeout=500
+    )
+
+
+def submitted(nodes: Nodes, folder: Path, command: list[str], *options: str) -> "subprocess.CompletedProcess[str]":
+    """`ray job submit`; a cluster takes no job in its first seconds, or minutes."""
     for _ in range(120):
-        done = subprocess.run(submit, capture_output=True, text=True, timeout=500)
+        done = ray_job(nodes, "submit", f"--working-dir={folder}", *options, "--", *command)
         if "No available agent" not in done.stdout + done.stderr:
             break
         time.sleep(2)
     return done
 
 
+def documented_submission() -> tuple[str, str]:
+    """The runtime environment with which docs/operation/ray.md submits a job, and what is before its `penstock`."""
+    page = (ROOT / "docs/operation/ray.md").read_text()
+    found = re.search(r"--runtime-env-json='(.*?)' -- \\\n +(.*?)penstock train", page)
+    assert found is not None
+    return found[1], found[2].strip()
+
+
+@contextmanager
+def unreaped_orphans() -> Iterator[None]:
+    """Have processes that lose their parent stay zombies, as in a container whose first process reaps nothing."""
+    prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(set_child_subreaper, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(set_child_subreaper, 0, 0, 0, 0)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
 def test_a_submitted_job_brings_its_code_and_recipe(tmp_path: Path) -> None:
-    """`ray job submit --working-dir`: the recipe and an environment of the user's own travel to every host."""
-    job = tmp_path / "job"
+    """`ray job submit --working-dir`: the recipe and an environment of the user's own travel to every host. `ray job
+    stop` ends the run in order, as docs/operation/ray.md has it, and another job continues it."""
+    environment, prefix = documented_submission()
+    job, runs = tmp_path / "job", tmp_path / "runs"
     job.mkdir()
     (job / "my_environment.py").write_text(_ENVIRONMENT)
     (job / "mine.toml").write_text(_RECIPE)
     dashboard, agent = free_ports(2)  # the agent's default is taken by the other cluster of this module
-    with cluster(include_dashboard=True, dashboard_port=dashboard, dashboard_agent_listen_port=agent) as nodes:
+    ports = {"dashboard_port": dashboard, "dashboard_agent_listen_port": agent}
+    with unreaped_orphans(), cluster(include_dashboard=True, **ports) as nodes:
         nodes.add(num_gpus=2)
-        train = [sys.executable, "-m", "services.cli", "train", "tiny-cpu", "mine.toml", "--launch.backend=ray"]
-        lost = submitted(nodes, job, *train)
+        train = [*prefix.split(), sys.executable, "-m", "services.cli", "train"]
+        mine = [*train, "tiny-cpu", "mine.toml", "--launch.backend=ray"]
+        lost = submitted(nodes, job, mine)
         assert "run.dir = 'runs' is inside the folder of a submitted job" in lost.stdout + lost.stderr
-        done = submitted(nodes, job, *train, f"--run.dir={tmp_path}/runs")
+        options = ("--no-wait", "--submission-id=stopped", f"--runtime-env-json={environment}")
+        begun = submitted(nodes, job, [*mine, f"--run.dir={runs}"], *options)
+        assert begun.returncode == 0, begun.stdout + begun.stderr
+        wait_until(lambda: any(path.read_text() for path in runs.glob("submitted-*/metrics.jsonl")), 300)
+        (folder,) = runs.glob("submitted-*")
+        stopped = ray_job(nodes, "stop", "stopped")
+        said = ray_job(nodes, "logs", "stopped").stdout
+        assert "Job 'stopped' was stopped" in stopped.stdout + stopped.stderr, said
+        assert f"penstock train --resume {folder}" in said
+        assert "did not stop" not in said
+        assert not [name for name, each in placed(folder).items() if is_alive(each["pid"])]
+        num_before = len(steps(folder))
+        assert (folder / f"checkpoints/step-{num_before:06d}").is_dir()
+        done = submitted(nodes, job, [*train, "--resume", str(folder), f"--trainer.num_steps={num_before + 2}"])
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-        (folder,) = [path for path in (tmp_path / "runs").iterdir() if path.name.startswith("submitted-")]
-        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+        assert steps(folder) == [*range(1, num_before + 3)]
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps in a run's metrics."""
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
