@@ -129,6 +129,19 @@ def test_several_ranks(model: Path) -> None:
     assert list(first["before a push"].values()) == [total, 2 * total, 0, largest // 2]
 
 
+def test_replicas(model: Path) -> None:
+    """Two of two shards: a GPU has what one of two ranks has. At a push, too: one replica writes, a half each."""
+    shape = ModelShape.read(model)
+    total, largest = shape.num_parameters, max(size for _, size in shape.sizes)
+    plan, two = plan_of(model, "--trainer.ranks=4", "--trainer.hsdp_replicas=2"), plan_of(model, "--trainer.ranks=2")
+    assert [process.count for process in plan.processes] == [1, 1, 3]
+    for name in ("rank 0 of the trainer", "other rank of the trainer"):
+        found = moments(plan, name)
+        assert list(found["back through the layers"].values())[:3] == [2 * total, 4 * total, 2 * total]
+        assert found == moments(two, name)
+    assert list(moments(plan, "rank 0 of the trainer")["before a push"].values()) == [2 * total, 4 * total, 0, largest]
+
+
 @pytest.fixture
 def mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small Qwen3-MoE: 6 experts in each of 3 layers."""

@@ -189,12 +189,12 @@ def test_offloading_changes_no_bit_of_what_owners_of_experts_compute(two: RankPo
 
 
 def assert_offloading_changes_no_bit(
-    two: RankPool, path: Path, settings: dict[str, Any], optimizer: dict[str, Any]
+    pool: RankPool, path: Path, settings: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
     """Of weights and metrics of two steps with these settings."""
     for held, offloaded in zip(
         *(
-            two.run(
+            pool.run(
                 trained,
                 path,
                 settings

@@ -11,7 +11,13 @@ from tests.support.trainer.checkpoints import tensors_of
 from tests.support.trainer.families import MIXTURES, heard, write_model
 from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.unit.algorithm.test_chunks import ALGORITHMS
-from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, trained, weights_of
+from tests.unit.backend.ranks.test_ranks import (
+    assert_offloading_changes_no_bit,
+    assert_same,
+    backend_of,
+    trained,
+    weights_of,
+)
 from tests.unit.backend.ranks.test_sharded_checkpoints import saved
 
 pytestmark = pytest.mark.slow
@@ -26,6 +32,11 @@ def test_two_replicas_of_two_shards_take_the_steps_of_one_rank(four: RankPool, t
     alone = trained(ALONE, tiny_model_path, settings, range(2))
     for together in four.run(trained, tiny_model_path, settings | _REPLICAS, range(2)):
         assert_same(alone, together)
+
+
+def test_offloading_changes_no_bit_of_what_replicas_compute(four: RankPool, tiny_model_path: Path) -> None:
+    """Each replica has all weights, gradients and averages in the host's memory."""
+    assert_offloading_changes_no_bit(four, tiny_model_path, dict(_REPLICAS), {})
 
 
 @pytest.mark.parametrize(
