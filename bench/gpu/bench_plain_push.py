@@ -242,7 +242,7 @@ def _start_peak(device: torch.device) -> int:
 
 
 def _peak(device: torch.device) -> int:
-    """Return the peak memory, with shared memory, which is allocated outside torch and as large as the weights."""
+    """Return the peak of torch's allocator, without shared memory of the GPU, which cuMemAlloc makes outside it."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0
 
 

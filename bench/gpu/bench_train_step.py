@@ -63,6 +63,7 @@ STEPS = (
     (True, True, True, 32768),
     (False, False, True, 16384),
     (True, False, False, 16384),
+    (True, True, False, 16384),
 )
 """Whether prompts are shared, activations recomputed and layers compiled, and the most tokens of a row."""
 KERNELS = (
