@@ -1,4 +1,4 @@
-"""`penstock sft` as a process: what it prints and writes, kill -9, Ctrl-C, mistakes."""
+"""`penstock sft` as a process: what it prints and writes, kill -9 of it and of a rank, Ctrl-C, mistakes."""
 
 import asyncio
 import errno
@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from penstock.config import load
 from penstock.telemetry import log
@@ -17,6 +19,7 @@ from services.cli import main
 from services.launch import run_folder
 from services.recipe import Recipe
 from services.trainer.sft.loop import Observer
+from tests.support.trainer.checkpoints import tensors_of
 from tests.support.trainer.families import heard, random_qwen3_5, write_model
 from tests.support.waiting import wait_until
 
@@ -41,6 +44,12 @@ class SftCommand:
         wait_until(lambda: self.process.poll() is not None or num_steps(folder) >= step, timeout_s=180.0)
         assert self.process.poll() is None, self.process.communicate()
         assert num_steps(folder) >= step
+
+    def kill_rank_1(self) -> None:
+        """Kill -9 the process that computes as the second of two ranks."""
+        children = psutil.Process(self.process.pid).children()
+        [rank] = [each for each in children if "services.trainer.backend.ranks.follower" in each.cmdline()]
+        rank.kill()
 
     def finish(self) -> tuple[int, str, str]:
         """Wait for the end: exit code, the rest of stdout, stderr."""
@@ -107,6 +116,33 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
         assert (ours["step"], ours["loss"], ours["grad_norm"]) == (theirs["step"], theirs["loss"], theirs["grad_norm"])
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert (tmp_path / "whole/curves.png").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_loses_a_rank_ends_and_resumed_ends_as_the_one_that_was_left_alone(
+    recipe: Path, tmp_path: Path
+) -> None:
+    """kill -9 of one of two ranks: it ends with the reason; `--resume` starts both ranks again."""
+    ranks = "--trainer.ranks=2"
+    code, _, err = SftCommand(recipe, f"--run.folder={tmp_path / 'whole'}", ranks).finish()
+    assert (code, err) == (0, "")
+    broken = SftCommand(recipe, f"--run.folder={tmp_path / 'broken'}", ranks)
+    broken.wait_for_step(tmp_path / "broken", 3)
+    broken.kill_rank_1()
+    code, _, err = broken.finish()
+    assert code == 1
+    assert "error: rank 1 was killed by signal 9; the trainer ends, and continues from its last checkpoint" in err
+    assert not (tmp_path / "broken/checkpoints/step-000012").exists()
+
+    code, out, err = SftCommand("--resume", tmp_path / "broken").finish()
+    assert (code, err) == (0, "")
+    assert ", from step " in out
+    for ours, theirs in zip(rows(tmp_path / "broken"), rows(tmp_path / "whole"), strict=True):
+        assert (ours["step"], ours["loss"], ours["grad_norm"]) == (theirs["step"], theirs["loss"], theirs["grad_norm"])
+    ours, theirs = (tensors_of(tmp_path / name / "checkpoints/step-000012/model") for name in ("broken", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
 @pytest.mark.slow
