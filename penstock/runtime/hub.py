@@ -60,6 +60,18 @@ def is_offline() -> bool:
     return bool(constants.is_offline_mode())
 
 
+@contextmanager
+def offline() -> Iterator[None]:
+    """Forbid requests of this process during the context, as HF_HUB_OFFLINE does."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, or its type."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -11,8 +11,8 @@ TIMEOUT_S = 5.0
 
 def check_hub(recipe: Recipe) -> Finding:
     """Ask the Hub for each data set; nothing is downloaded."""
-    sources = list(hub_sources(recipe))
-    for repo, revision in sources:
+    sources = {(repo, source.revision): source for repo, source in hub_sources(recipe)}
+    for (repo, revision), source in sources.items():
         try:
             hub.look_up(repo, revision=revision, timeout_s=TIMEOUT_S)
         except ModuleNotFoundError as error:
@@ -22,8 +22,7 @@ def check_hub(recipe: Recipe) -> Finding:
             return blamed("Hub", error)
         except (SetupError, UnavailableError) as error:
             found = blamed("Hub", error)
-            if hub.is_cached(repo, revision=revision):
-                seen = f"{found.seen}; the cache has files of it"
-                return warning("Hub", seen, "set HF_HUB_OFFLINE=1 if they are all of them")
+            if hub.is_cached(repo, config=source.hub_config, split=source.split, revision=revision):
+                return warning("Hub", f"{found.seen}; the cache has its files", "set HF_HUB_OFFLINE=1")
             return found
     return ok("Hub", f"{', '.join(repo for repo, _ in sources)} can be read" if sources else "not needed")

@@ -12,6 +12,7 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.files import write_atomically
+from penstock.runtime.hub import offline
 from penstock.runtime.imports import import_with_extra
 from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
 from services.launch.checks.precision import require_same_precision
@@ -47,7 +48,8 @@ def slurm(
             "there; leave it out"
         )
     shares = place(settings, num_nodes=nodes)
-    require_same_precision(settings, has_gpus=settings.slurm.gpus_per_node > 0)  # the first node may have no engine
+    if any(share.num_engines for share in shares):  # the first node may have none, and then compares nothing
+        require_same_precision(settings, has_gpus=settings.slurm.gpus_per_node > 0)
     plan = make_plan(_of_node(settings, shares[0]), _gpus(settings), own_bus=not settings.bus.url)
     for share in shares[1:]:
         make_plan(_of_node(settings, share), _gpus(settings), own_bus=False, trains=False)
@@ -87,7 +89,8 @@ def _checked(recipe: Recipe) -> tuple[Recipe, list[str]]:
     with_sets = recipe.evaluation.is_in_training
     uncached = hub_data.describe_uncached(recipe, with_sets=with_sets)
     if not uncached:
-        rows.check_rows(recipe, with_sets=with_sets, say=typer.echo)
+        with offline():
+            rows.check_rows(recipe, with_sets=with_sets, say=typer.echo)
     return recipe, [*unfetched, *uncached]
 
 

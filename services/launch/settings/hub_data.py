@@ -8,8 +8,8 @@ from services.trainer.data.sources import hub
 from services.trainer.data.sources.files import split_slice
 
 
-def hub_sources(recipe: Recipe, *, with_sets: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield id and revision of each data set, for training and demonstrations, once each.
+def hub_sources(recipe: Recipe, *, with_sets: bool = True) -> Iterator[tuple[str, SourceConfig]]:
+    """Yield the id of each data set, for training and demonstrations, and the settings that choose its files.
 
     Args:
         recipe: The recipe.
@@ -20,14 +20,18 @@ def hub_sources(recipe: Recipe, *, with_sets: bool = True) -> Iterator[tuple[str
         sources += recipe.evaluation.sets.values()
     if recipe.demonstrations is not None:
         sources += recipe.demonstrations.by_name.values()
-    found = {(split_slice(path)[0], source.revision): None for source in sources for path in source.paths}
-    return ((repo, revision) for repo, revision in found if hub.is_hub_id(repo))
+    for source in sources:
+        for path in source.paths:
+            repo, _ = split_slice(path)
+            if hub.is_hub_id(repo):
+                yield repo, source
 
 
 def describe_uncached(recipe: Recipe, *, with_sets: bool) -> list[str]:
-    """Return a line for each data set of which the cache has nothing; see `hub_sources`."""
-    return [
-        f"data set {repo} would be fetched from the Hugging Face Hub; no rows were checked"
-        for repo, revision in hub_sources(recipe, with_sets=with_sets)
-        if not hub.is_cached(repo, revision=revision)
-    ]
+    """Return a line for each data set of which the cache lacks files; see `hub_sources`."""
+    missing = {
+        repo: None
+        for repo, source in hub_sources(recipe, with_sets=with_sets)
+        if not hub.is_cached(repo, config=source.hub_config, split=source.split, revision=source.revision)
+    }
+    return [f"data set {repo} would be fetched from the Hugging Face Hub; no rows were checked" for repo in missing]

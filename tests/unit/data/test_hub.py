@@ -17,6 +17,7 @@ from huggingface_hub import _tree_cache
 
 from penstock import config as configuration
 from penstock.errors import DataError, SetupError, UnavailableError
+from penstock.runtime.hub import offline
 from penstock.telemetry import log
 from services.cli import main
 from services.launch import launcher
@@ -24,6 +25,7 @@ from services.recipe import Recipe
 from services.trainer.data.config import DataConfig, MixedSourceConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.data.sources.files import pin
+from services.trainer.data.sources.hub import is_cached
 from tests.support.trainer.data.hub_server import COMMIT, OLDER, HubServer, Repo, used_hub
 
 ROOT = Path(__file__).parents[3]
@@ -142,6 +144,28 @@ def test_offline_reads_the_cache_and_asks_nobody(hub: HubServer, monkeypatch: py
     with pytest.raises(DataError, match="has no split 'val'; it has test, train"):
         answers("owner/plain", split="val")
     assert hub.requests == []
+
+
+def test_a_split_is_cached_when_all_its_files_are(hub: HubServer) -> None:
+    """Whatever else the data set has, and though its branch has moved; the Hub is not asked."""
+
+    def cached(*, split: str, path: str = "owner/plain", revision: str = "") -> bool:
+        return is_cached(path, config="", split=split, revision=revision)
+
+    assert not cached(split="")
+    answers("owner/plain")
+    hub.repos["owner/plain"] = Repo(commits={**REPOS["owner/plain"].commits}, branches={"main": OLDER})
+    hub.requests.clear()
+    assert cached(split="")
+    assert cached(split="train", revision=COMMIT)
+    assert not cached(split="test")
+    assert not cached(split="val")
+    assert not cached(split="", revision="v1")
+    assert not cached(split="", path="owner/other")
+    with offline():
+        assert answers("owner/plain") == ["1", "2", "3"]
+    assert hub.requests == []
+    assert answers("owner/plain") == ["old"]
 
 
 @pytest.mark.parametrize("revision", ["", COMMIT])

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from penstock.errors import DataError
-from penstock.runtime.hub import endpoint, explained, first_line, is_offline
+from penstock.runtime.hub import endpoint, explained, first_line, is_offline, offline
 from services.trainer.data.sources.readers.formats import SUFFIXES
 from services.trainer.data.sources.splits import choose_files
 
@@ -78,16 +78,16 @@ def look_up(repo: str, *, revision: str, timeout_s: float) -> None:
         api.dataset_info(repo, revision=revision or None, timeout=timeout_s)
 
 
-def is_cached(repo: str, *, revision: str) -> bool:
-    """Return whether the cache has any files of the data set; it may lack some."""
-    import huggingface_hub
+def is_cached(repo: str, *, config: str, split: str, revision: str) -> bool:
+    """Return whether the cache has all files of a split, without asking the Hub; see `fetch`."""
     from huggingface_hub import errors
 
     try:
-        huggingface_hub.snapshot_download(repo, repo_type="dataset", revision=revision or None, local_files_only=True)
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError):
+        with offline():
+            found = _fetch(repo, config=config, split=split, revision=revision, name=repo)
+    except (DataError, errors.HFValidationError, OSError):  # all others of huggingface_hub are an OSError
         return False
-    return True
+    return all(file.exists() for file in found.files)
 
 
 def _explained(repo: str, revision: str) -> AbstractContextManager[None]:
