@@ -182,13 +182,15 @@ class TrainingLoop:
             weights = await self._copy_weights()
             clock.lap("push_wait_s")
             row = tasks.create_task(self._measured(measure, self._describe(batch)))
+            del measure  # with the step's data, which would be kept through the next one
             pushes.start(self._push(weights, row, clock))
             if self.position.step % self.config.checkpoint_every == 0:
                 await writes.free()
                 await settlements.free()
+                metrics = await row
                 clock.lap("checkpoint_wait_s")
                 self._is_copied.clear()
-                timed = await row | clock.seconds()
+                timed = metrics | clock.seconds()
                 moment = self.checkpoints.moment(self.position, timed | field_names(timed))
                 self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
                 writes.start(self._write_checkpoint(moment, settlements, on_copied=self._is_copied.set))
