@@ -206,6 +206,8 @@ class Evaluation:
         if self._has_ended:
             return
         await self._on_played(outcome)
+        if self._has_ended:  # while it was written
+            return
         self._failures.add(outcome)
         self._free.release()
         self._num_left -= 1

@@ -35,7 +35,8 @@ def write_set_settings(folder: Path, sets: Mapping[str, EvaluationSet]) -> None:
 def read_kept_answers(folder: Path, sets: Mapping[str, EvaluationSet], *, version: int | None) -> list[PlayedPrompt]:
     """Return the answers of `version` to rows of `sets` that were played with the sets' current settings. Blocking.
 
-    Discarded answers are logged, except rows that failed. Reward profiles are compared only by name.
+    Discarded answers are logged, except rows that failed. Of a row that two trainers played, since one was frozen while
+    the other took its place, the last answer counts. Reward profiles are compared only by name.
 
     Args:
         folder: Folder of the evaluation.
@@ -60,7 +61,7 @@ def read_kept_answers(folder: Path, sets: Mapping[str, EvaluationSet], *, versio
                 settings=_differing(before or {}, now or {}),
             )
         else:
-            kept += [each for each in of_set if each.row < len(sets[name])]
+            kept += {each.row: each for each in of_set if each.row < len(sets[name])}.values()
     return kept
 
 

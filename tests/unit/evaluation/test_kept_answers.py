@@ -54,6 +54,13 @@ def test_answers_of_unchanged_sets_count(folder: Path) -> None:
     assert kept(folder, sets(num_prompts=1, pass_score=0.5)) == [("a", 0), ("b", 1)]
 
 
+def test_a_row_counts_once(tmp_path: Path) -> None:
+    """A trainer that was frozen and replaced wrote its answer beside its successor's."""
+    SamplesFile(tmp_path / SAMPLES_FILE, [answer("a", 0), answer("a", 1), answer("a", 0)])
+    write_set_settings(tmp_path, sets())
+    assert kept(tmp_path, sets()) == [("a", 0), ("a", 1)]
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
