@@ -1,8 +1,8 @@
 """Keeps a live run from deleting a checkpoint that another process reads.
 
 A reader shares a lock on the checkpoint's manifest, and a run deletes no checkpoint whose manifest is locked; its next
-save tries again. However a reader ends, the kernel unlocks the file, so nothing is left behind. File systems without
-locks hold nothing.
+save tries again. Only a step that is saved again replaces a checkpoint that is read. However a reader ends, the kernel
+unlocks the file, so nothing is left behind. File systems without locks hold nothing.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ def held_model(folder: Path) -> Iterator[None]:
         SetupError: its run has just deleted it.
     """
     manifest = folder.parent / MANIFEST
-    if not manifest.is_file():
+    if not manifest.is_file() and folder.exists():
         yield
         return
     with ExitStack() as stack:

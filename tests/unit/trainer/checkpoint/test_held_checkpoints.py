@@ -55,6 +55,18 @@ def test_a_checkpoint_stays_while_it_is_read(store: CheckpointStore) -> None:
     assert store.steps() == [4]
 
 
+def test_a_reader_of_a_deleted_checkpoint_is_told(store: CheckpointStore) -> None:
+    """It was found, and deleted while its digests were compared."""
+    model = store.folder / "step-000001/model"
+    store.save(2, {}, write)
+    assert not model.exists()
+    with (
+        pytest.raises(SetupError, match=r"step-000001 has just been deleted, .* give the command again"),
+        held_model(model),
+    ):
+        pass
+
+
 def test_a_killed_reader_keeps_nothing(store: CheckpointStore) -> None:
     """With -9: the next save deletes what it read."""
     command = [sys.executable, "-c", _READER, store.folder / "step-000001/model"]
