@@ -157,14 +157,12 @@ class RunReader:
         """
         index = self.episodes()
         place = bisect_left(index, number, key=lambda entry: entry["number"])
-        if place == len(index):
-            raise NotThereError(f"run {self.name!r} has no kept group number {number}; it has {len(index)}")
-        entry = index[place]
-        if entry["number"] != number:
+        if place == len(index) or index[place]["number"] != number:
             raise NotThereError(
-                f"group number {number} is gone: it was deleted to keep the folder below episodes.max_gib, or its step "
-                "came after the checkpoint from which the run went on"
+                f"run {self.name!r} has no group number {number} now: it was never kept, was deleted to keep the "
+                "folder below episodes.max_gib, or its step came after the checkpoint from which the run went on"
             )
+        entry = index[place]
         if _EPISODES_FILE.fullmatch(str(entry["file"])) is None:
             raise NotThereError(f"the index of {self.name!r} names no file of groups: {entry['file']!r}")
         data = self._description(entry)

@@ -47,7 +47,7 @@ async def test_a_link_to_a_discarded_group_says_so(browser: Browser, url: str, r
     await expect(page.locator("h2", has_text="token by token")).to_be_visible()
     _resume(runs[0])
     await page.reload()
-    await expect(page.get_by_role("alert")).to_contain_text("group number 20 is gone")
+    await expect(page.get_by_role("alert")).to_contain_text("has no group number 20 now")
     await context.close()
 
 

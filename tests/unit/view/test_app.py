@@ -241,7 +241,7 @@ async def test_what_engines_do_is_read_from_the_spans(client: httpx.AsyncClient,
     ("path", "status", "message"),
     [
         ("/api/runs/7/steps", 404, "there is no run number 7; 2 are shown"),
-        ("/api/runs/0/episodes/99", 404, "has no kept group number 99; it has 30"),
+        ("/api/runs/0/episodes/99", 404, "has no group number 99 now"),
         ("/api/runs/0/episodes?sort=size", 422, "sort = 'size' must be one of"),
         ("/api/runs/0/episodes?step=x", 422, "step = 'x'"),
         ("/api/runs/0/images/..%2Fconfig.toml", 404, "config.toml"),
