@@ -37,7 +37,7 @@ class ReplicaPool:
     failed: FailedReplicas
     """Replicas whose last push failed."""
     security: Security
-    """Tokens and TLS of the calls to replicas; None uses the tokens from the environment."""
+    """Tokens and TLS of the calls to replicas."""
     answer_within_s: float
     """Deadline in seconds for a replica to report its state."""
     versions: dict[Member, int] = field(default_factory=dict)

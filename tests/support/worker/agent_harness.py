@@ -97,7 +97,9 @@ async def agent_harness(
     recipe = make_recipe(f"127.0.0.1:{port}", agents=tables, router_url=url, **worker)
     config = RouterConfig(port=port, http_port=http_port, **(router or {}))
     recipe = recipe.model_copy(update={"router": config, "bus": bus or recipe.bus})
-    serving = asyncio.create_task(router_server.serve(service_settings.for_router(recipe), stop, security=security))
+    serving = asyncio.create_task(
+        router_server.serve(service_settings.for_router(recipe), stop, security=security or Security())
+    )
 
     async def is_up() -> bool:
         try:
