@@ -203,9 +203,11 @@ class Evaluation:
 
     async def _finish(self, group_id: GroupId, outcome: PlayedPrompt) -> None:
         await self._images.remove(group_id.scope)
-        if self._has_ended:
-            return
-        await self._on_played(outcome)
+        if not self._has_ended:
+            await self._on_played(outcome)
+            self._count(outcome)
+
+    def _count(self, outcome: PlayedPrompt) -> None:
         if self._has_ended:  # while it was written
             return
         self._failures.add(outcome)

@@ -46,7 +46,7 @@ def read_kept_answers(folder: Path, sets: Mapping[str, EvaluationSet], *, versio
     played_with = _read_settings(folder / SETS_FILE)
     versions = None if version is None else (version, version)
     answers = [each for each in read_samples(folder / SAMPLES_FILE) if not each.error and each.versions == versions]
-    kept = []
+    kept: list[PlayedPrompt] = []
     for name in sorted({each.set_name for each in answers}):
         of_set = [each for each in answers if each.set_name == name]
         before = played_with.get(name)
