@@ -3,6 +3,7 @@
 Playwright is imported where it is used: only `make test-browser` fetches it.
 """
 
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,12 +27,15 @@ _ARGUMENTS = (
 
 
 @pytest.fixture(scope="session")
-async def browser() -> "AsyncIterator[Browser]":
-    """Debian's Chromium."""
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> "AsyncIterator[Browser]":
+    """Debian's Chromium, which has temporary files from time to time, so not where tests may leave none."""
     from playwright.async_api import async_playwright
 
+    environment = os.environ | {"TMPDIR": str(tmp_path_factory.mktemp("chromium"))}
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=_CHROMIUM, args=list(_ARGUMENTS))
+        browser = await playwright.chromium.launch(
+            executable_path=_CHROMIUM, args=list(_ARGUMENTS), env={**environment}
+        )
         yield browser
         await browser.close()
 
