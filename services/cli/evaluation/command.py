@@ -60,12 +60,13 @@ def eval_(
             "(docs/training/evaluation.md)"
         )
     evaluating = import_with_extra("services.cli.evaluation.run", "penstock eval", extra="trainer")
+    is_over_api = bool(url) or (folder is not None and evaluating.is_over_api(folder))
     if model is not None:
         folder_of_model = find_model(model) if hub.parse_id(model) is None else hub.fetch(model, setting="--model")
         settings = settings.model_copy(update={"model": ModelConfig(path=folder_of_model)})
-    elif not (url or (folder is not None and evaluating.is_over_api(folder))):
+    elif not is_over_api:
         settings = hub_models.with_model(settings)
     security = Security.load(settings.security)
-    with nullcontext() if settings.model is None else held_model(settings.model.path):
+    with nullcontext() if settings.model is None or is_over_api else held_model(settings.model.path):
         code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model, folder=folder)
     return code
