@@ -11,11 +11,10 @@ import torch
 
 from penstock.bus.connection import connect
 from penstock.config import BusConfig
-from penstock.testing.tolerance import MAX_DLOGP
 from penstock.v1 import common_pb2
 from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.engine_process import EngineProcess, engine_process, log_events
-from tests.support.engine.family import FELT, Plays, difference
+from tests.support.engine.family import FELT, MOST, Plays, difference
 from tests.support.engine.pd_pairs import Pair, missing_for_pairs
 from tests.support.engine.publisher import engine_publisher
 from tests.support.engine.push import Push
@@ -110,7 +109,7 @@ async def require_same(engines: Sequence[EngineProcess], policy: Reference, vers
         prefill, decode = peers
         players.append(Pair(prefill, decode, policy))
     for player in players:
-        assert await difference(player, policy) <= MAX_DLOGP
+        assert await difference(player, policy) <= MOST
 
 
 @pytest.mark.parametrize(
