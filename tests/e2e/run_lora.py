@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from penstock.config import load
-from penstock.testing.tolerance import MAX_DLOGP
 from penstock.testing.train_process import RECIPE, started
 from services.cli import main
 from services.recipe import Recipe
@@ -24,6 +23,8 @@ pytestmark = [
 ]
 
 NUM_STEPS = 12
+LARGEST = 1e-5
+"""Of |dlogp| between engine and trainer where both have the same version."""
 
 
 @pytest.mark.leaves_behind("transformers' progress bar keeps a thread", "thread")
@@ -58,7 +59,7 @@ async def test_a_run_of_adapters(nats_url: str, tmp_path: Path) -> None:
     for row in rows:
         assert row["push_bytes"] == size_bytes
         assert row["grad_norm"] > 0
-        assert row.get("dlogp_max_current", 0.0) <= MAX_DLOGP, row
+        assert row.get("dlogp_max_current", 0.0) <= LARGEST, row
     assert any("dlogp_max_current" in row for row in rows)
     assert sum(row["push_failed_replicas"] for row in rows[-3:]) == 0
     assert abs(rows[0]["kl_reference"]) < 1e-6, "the reference is the base"
