@@ -42,6 +42,12 @@ class Reference:
         """What a trainer pushes."""
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
+    def in_float64(self) -> "Reference":
+        """The same weights without rounding to speak of: in pictures the float32 model's own errors reach 1e-5."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model).double()
+        return other
+
     def perturbed(self, seed: int) -> "Reference":
         """A policy that another optimizer step might have made, vision tower and all."""
         other = copy.copy(self)
@@ -135,7 +141,6 @@ class Reference:
         return ids, inputs, len(expanded)
 
     def _scores(self, logits: torch.Tensor, output_ids: Sequence[int], temperature: float) -> torch.Tensor:
-        logits = logits.float()
         logits[:, self.forbidden] = -torch.inf
         scores = (logits / temperature).log_softmax(dim=-1)
         return scores[torch.arange(len(output_ids)), torch.tensor(output_ids)]
