@@ -189,9 +189,15 @@ class Release:
         return code
 
     def lose(self, pod: str) -> None:
-        """Remove a pod at once, without SIGTERM, as with the node that it ran on."""
-        self.podman("pod", "rm", "--force", "--time", "0", self.full(pod))
-        self.pods.remove(self.full(pod))
+        """Remove a pod at once, without SIGTERM.
+
+        The kernel still closes the connections of its killed processes, as no node does that dies.
+        """
+        name = self.full(pod)
+        done = self.podman.done("pod", "rm", "--force", "--time", "0", name, check=False)
+        is_gone = self.podman.done("pod", "exists", name, check=False).returncode == 1
+        assert is_gone, f"podman pod rm ended with {done.returncode}, and {name} is there:\n{done.stdout}{done.stderr}"
+        self.pods.remove(name)
 
     def rows(self, run: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """Finished steps of the run, out of its claim."""

@@ -7,6 +7,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Set
+from typing import Any
 
 import pytest
 
@@ -60,15 +62,16 @@ def test_the_rendered_pods_train_through_kills_and_scaling(podman: Podman) -> No
         assert_confined(pods)
 
         pods.play("rollout-unified", pod="rollout-unified-1")
-        took_s = pods.wait_until(lambda: num_routable(pods) == 2, "two engines that take calls", 300)
+        took_s = pods.wait_until(lambda: len(engines_with_calls(pods)) == 2, "two engines that take calls", 300)
         tell(f"scaled up: two engines take calls after {took_s:.0f} s, at step {last_step(pods)}")
 
-        before = restarts(pods, "rollout-unified-0")
+        killed, before = engines_of(pods, "rollout-unified-0"), restarts(pods, "rollout-unified-0")
+        assert len(killed) == 1, killed
         pods.crash("rollout-unified-0")
         pods.wait_until(lambda: restarts(pods, "rollout-unified-0") > before, "a restart of the engine", 60)
         took_s = pods.wait_until(lambda: pods.is_ready("rollout-unified-0"), "a ready engine", 300)
         tell(f"killed engine: ready again after {took_s:.0f} s, at step {last_step(pods)}")
-        pods.wait_until(lambda: num_routable(pods) == 2, "two engines that take calls", 120)
+        wait_for_successor(pods, "rollout-unified-0", killed)
 
         lose_pods(pods)
 
@@ -109,20 +112,42 @@ def test_a_setting_that_is_wrong_ends_the_trainer_with_2(podman: Podman) -> None
 
 def lose_pods(pods: Release) -> None:
     """The pods of an engine, the router and the trainer are removed without SIGTERM, and others take their places."""
+    lost = engines_of(pods, "rollout-unified-1")
+    assert len(lost) == 1, lost
     pods.lose("rollout-unified-1")
-    took_s = pods.wait_until(lambda: num_routable(pods) == 1, "a router that misses the engine", 120)
-    tell(f"lost pod of an engine: the router gives it no calls after {took_s:.0f} s, at step {last_step(pods)}")
+    took_s = pods.wait_until(lambda: misses(pods, lost), "a router that lists the other engine only", 120)
+    tell(f"lost pod of an engine: the router misses it after {took_s:.0f} s, at step {last_step(pods)}")
     pods.play("rollout-unified", pod="rollout-unified-1")
-    took_s = pods.wait_until(lambda: num_routable(pods) == 2, "two engines that take calls", 300)
+    took_s = wait_for_successor(pods, "rollout-unified-1", lost)
     tell(f"its successor takes calls after {took_s:.0f} s, at step {last_step(pods)}")
-    for workload in ("router", "trainer"):
-        before = last_step(pods)
-        pods.lose(workload)
-        pods.play(workload)
-        goal = before + 3  # two may be of groups that were played before
-        took_s = pods.wait_until(lambda goal=goal: last_step(pods) >= goal, f"step {goal}", 600)  # type: ignore[misc]
-        tell(f"lost pod of the {workload} at step {before}: step {goal} {took_s:.0f} s after its successor's start")
-    pods.wait_until(lambda: num_routable(pods) == 2, "two engines that take calls", 120)
+
+    pods.lose("router")
+    pods.play("router")
+    took_s = pods.wait_until(lambda: len(replicas(pods)) == 2, "a router that lists both engines", 120)
+    tell(f"lost pod of the router: its successor lists both engines after {took_s:.0f} s, at step {last_step(pods)}")
+    wait_for_steps(pods, "router")
+
+    pods.lose("trainer")
+    pods.play("trainer")
+    wait_for_steps(pods, "trainer")
+    pods.wait_until(lambda: len(engines_with_calls(pods)) == 2, "two engines that take calls", 120)
+
+
+def wait_for_steps(pods: Release, successor: str) -> None:
+    """Until steps have ended that the new pod of a workload had a part in."""
+    before = last_step(pods)
+    goal = before + 3  # with a max_staleness of 1, the groups of two steps may have been played before
+    took_s = pods.wait_until(lambda: last_step(pods) >= goal, f"step {goal}", 600)
+    tell(f"new pod of the {successor}: from step {before} to step {goal} in {took_s:.0f} s")
+
+
+def wait_for_successor(pods: Release, pod: str, lost: Set[str]) -> float:
+    """Until the pod's new engine takes calls and the router lists no lost one; returns how many seconds it took."""
+    return pods.wait_until(
+        lambda: misses(pods, lost) and bool(engines_of(pods, pod) & engines_with_calls(pods)),
+        f"a new engine of {pod} that takes calls",
+        300,
+    )
 
 
 def assert_confined(pods: Release) -> None:
@@ -134,12 +159,29 @@ def assert_confined(pods: Release) -> None:
     assert "401" in pods.execute("reward", "python3", "-c", asked, check=False).stderr
 
 
-def num_routable(pods: Release) -> int:
-    """Engines that the router gives calls to."""
+def replicas(pods: Release) -> list[dict[str, Any]]:
+    """What the router lists, lost engines included until their leases end; empty while it does not answer."""
     done = pods.execute("router", "penstock", "replicas", "--address", "127.0.0.1:7001", "--json", check=False)
     if done.returncode != 0:
-        return 0
-    return sum(replica["routable"] for replica in json.loads(done.stdout)["replicas"])
+        return []
+    found: list[dict[str, Any]] = json.loads(done.stdout)["replicas"]
+    return found
+
+
+def engines_of(pods: Release, pod: str) -> set[str]:
+    """Ids of the listed engines at the pod's address: a pod's name stays, and every start has an id of its own."""
+    return {each["replica_id"] for each in replicas(pods) if each["address"].split(":")[0] == pods.full(pod)}
+
+
+def engines_with_calls(pods: Release) -> set[str]:
+    """Ids of the engines that the router gives calls to; those at their limit, which it calls unroutable, have some."""
+    return {each["replica_id"] for each in replicas(pods) if each["routable"] or each["num_in_flight"]}
+
+
+def misses(pods: Release, lost: Set[str]) -> bool:
+    """Whether the router lists engines, and none of the lost ones."""
+    listed = {each["replica_id"] for each in replicas(pods)}
+    return bool(listed) and not listed & lost
 
 
 def restarts(pods: Release, pod: str) -> int:
