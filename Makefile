@@ -144,7 +144,7 @@ test-observability: setup ## Test alerts and dashboards on a real Prometheus and
 # In a folder of its own: the lock has no Ray.
 RAY = $(UV) pip install --quiet --python $(BIN)/python --target .clients/ray --constraints requirements.lock --requirement tests/on_ray/ray.txt
 
-test-ray: setup ## Train on a real Ray cluster of several nodes here, kill one, scale and submit a job; fetches Ray into .clients, 300 MB.
+test-ray: setup ## Train on a real Ray cluster of several nodes here, kill one, scale and submit a job; needs root, and fetches Ray into .clients, 300 MB.
 	$(RAY)
 	@PYTHONPATH=$(CURDIR)/.clients/ray $(BIN)/pytest tests/on_ray/run_ray.py -p no:randomly $(ARGS)
 

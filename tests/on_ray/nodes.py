@@ -28,8 +28,16 @@ class Nodes:
         self.dashboard: str = head["dashboard"]
         self.head: str = head["node"]
 
-    def add(self, *, num_gpus: int, num_cpus: int = 4, environment: dict[str, str] | None = None) -> str:
-        """Add a node and return its id; `environment` is that of its processes."""
+    def add(
+        self,
+        *,
+        num_gpus: int,
+        num_cpus: int = 4,
+        environment: dict[str, str] | None = None,
+        hidden: Path | None = None,
+    ) -> str:
+        """Add a node and return its id; `environment` is that of its processes, and they do not see what is in the
+        folder `hidden`, which needs root."""
         self._num_nodes += 1
         options: dict[str, Any] = {
             "num_gpus": num_gpus,
@@ -40,7 +48,7 @@ class Nodes:
             # machine, the first task on a node would remove the folder in which the job runs on the head.
             "runtime_env_dir_name": f"runtime_resources_{self._num_nodes}",
         }
-        return str(self._ask({"add": options})["node"])
+        return str(self._ask({"add": options, "hidden": None if hidden is None else str(hidden)})["node"])
 
     def kill(self, node_id: str) -> None:
         """Kill a node's raylet, as if its host died."""

@@ -1,16 +1,23 @@
 """A real Ray cluster whose nodes come and go, in a process of its own: `python ray_nodes.py <JSON of the head node>`.
 
-Each line of standard input is one command, answered by one line: {"add": {...}} with the node's id, {"kill": id} when
-nothing of the node is left. The cluster ends with the input.
+Each line of standard input is one command, answered by one line: {"add": {...}, "hidden": folder or null} with the
+node's id, {"kill": id} when nothing of the node is left. The cluster ends with the input.
 """
 
+import contextlib
+import ctypes
 import json
 import logging
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from ray.cluster_utils import Cluster
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWNS = 0x20000
 
 
 def main() -> None:
@@ -29,11 +36,32 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if "add" in command:
-            say({"node": add(command["add"])})
+            with without(command["hidden"]):
+                say({"node": add(command["add"])})
         else:
             cluster.remove_node(nodes.pop(command["kill"]), allow_graceful=False)
             say({})
     cluster.shutdown()
+
+
+@contextlib.contextmanager
+def without(folder: str | None) -> Iterator[None]:
+    """What is started during the context has mounts of its own, in which `folder` is empty; as before if it is None."""
+    if folder is None:
+        yield
+        return
+    before, working_folder = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY), os.getcwd()
+    if _LIBC.unshare(_CLONE_NEWNS) != 0:
+        raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWNS)")
+    try:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
+        yield
+    finally:
+        if _LIBC.setns(before, _CLONE_NEWNS) != 0:
+            raise OSError(ctypes.get_errno(), "setns(CLONE_NEWNS)")
+        os.chdir(working_folder)  # setns leaves it at the root
+        os.close(before)
 
 
 def say(answer: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from services.launch.on_ray.cluster import Cluster, connected
 from services.recipe import Recipe
 from tests.e2e.test_killed_processes import assert_nothing_was_lost, overrides
 from tests.on_ray.nodes import Nodes, cluster
+from tests.support.launch.hosts import missing
 from tests.support.processes import is_alive
 from tests.support.waiting import wait_until
 
@@ -33,6 +34,8 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.leaves_behind("Ray's nodes and killed processes have no time to remove their files", "file"),
 ]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES="
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,21 @@ def placed(folder: Path) -> dict[str, dict[str, Any]]:
     lines = (folder / "logs/launcher.log").read_text().splitlines()
     events = [json.loads(line) for line in lines if line.startswith("{")]
     return {each["process"]: each for each in events if each["event"] == "process.placed"}
+
+
+def require_own_gpus(found: dict[str, dict[str, Any]], wanted: dict[str, int]) -> None:
+    """Each process sees as many GPUs of its host as `wanted` says, no other process sees one, and no two the same."""
+    seen = {name: visible_gpus(each["pid"]) for name, each in found.items()}
+    assert {name: len(gpus) for name, gpus in seen.items() if gpus} == wanted, seen
+    held = [(found[name]["node"], gpu) for name, gpus in seen.items() for gpu in gpus]
+    assert len(held) == len({*held}), held
+
+
+def visible_gpus(pid: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES of a running process names."""
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    (value,) = [each.removeprefix(_VISIBLE) for each in variables if each.startswith(_VISIBLE)]
+    return value.split(",") if value else []
 
 
 def penstock(*arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -79,7 +97,9 @@ def test_a_run_loses_a_host_and_gains_processes(tmp_path: Path, nodes: Nodes) ->
         assert {"nats", "router", "reward", "rollout-0", "rollout-1", "trainer", "worker-0"} == set(before)
         assert {before[name]["node"] for name in ("nats", "router", "reward")} == {nodes.head}
         assert before["trainer"]["node"] != nodes.head
+        require_own_gpus(before, {"rollout-0": 1, "rollout-1": 1, "trainer": 1})
         victims = [name for name, each in before.items() if each["node"] == before["trainer"]["node"]]
+        assert any(name.startswith(("rollout", "worker")) for name in victims), before
         nodes.kill(before["trainer"]["node"])
         wait_until(lambda: not any(is_alive(before[name]["pid"]) for name in victims))
         assert not [name for name in victims if is_alive(before[name]["pid"])]
@@ -88,11 +108,12 @@ def test_a_run_loses_a_host_and_gains_processes(tmp_path: Path, nodes: Nodes) ->
         now = placed(train.folder)
         assert all(now[name]["pid"] != before[name]["pid"] for name in victims)
         train.wait_until(lambda: train.rows()[-1]["num_replicas"] == 2, "two engines", 200)
+        require_own_gpus(placed(train.folder), {"rollout-0": 1, "rollout-1": 1, "trainer": 1})
         more = penstock("scale", train.folder, "rollout=3")
         assert more.returncode == 0, more.stderr
         assert more.stdout == "starting rollout-2\n"
         train.wait_until(lambda: train.rows()[-1]["num_replicas"] == 3, "three engines", 200)
-        assert "rollout-2" in placed(train.folder)
+        require_own_gpus(placed(train.folder), {"rollout-0": 1, "rollout-1": 1, "rollout-2": 1, "trainer": 1})
         more = penstock("scale", train.folder, "worker=2")
         assert more.stdout == "starting worker-1\n", more.stderr
         train.wait_until(lambda: "worker-1" in placed(train.folder), "a second worker", 200)
@@ -117,12 +138,17 @@ def test_a_run_loses_a_host_and_gains_processes(tmp_path: Path, nodes: Nodes) ->
 
 def test_a_killed_launcher_ctrl_c_and_resume(tmp_path: Path, nodes: Nodes) -> None:
     """The launcher is killed with -9, and the resumed one is stopped in order: `--resume` goes on each time, nothing of
-    the run stays on any host meanwhile, and each group is trained once."""
+    the run stays on any host meanwhile, and each group is trained once. The trainer has two ranks, and their GPUs."""
     num_steps = 8
-    settings = overrides(tmp_path, rollout__replicas=1, trainer__num_steps=num_steps, trainer__checkpoint_every=2)
+    settings = overrides(
+        tmp_path, rollout__replicas=1, trainer__num_steps=num_steps, trainer__ranks=2, trainer__checkpoint_every=2
+    )
     with started(tmp_path, str(RECIPE), *settings, *on_ray(nodes)) as train:
         train.wait_for_step(3, timeout_s=300)
-        assert len(train.processes()) == len(placed(train.folder)) == 6
+        found = placed(train.folder)
+        assert len(found) == 6
+        assert {*train.processes()} == {*found, "rank-1"}
+        require_own_gpus(found, {"rollout-0": 1, "trainer": 2})
         train.process.kill()
         assert train.wait(10) == -signal.SIGKILL
         assert train.left_behind() == []
@@ -161,6 +187,27 @@ def test_what_a_cluster_lacks_is_named_before_anything_starts(tmp_path: Path, no
     assert f"{tmp_path}/nowhere" in missing.stderr
     assert "no host can run" in missing.stderr
     assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_a_host_that_does_not_see_the_run_folder_is_named(tmp_path: Path, nodes: Nodes) -> None:
+    """The plan says that no trainer may be there, and a trainer that only this host has GPUs for is refused before
+    anything starts."""
+    assert missing(("mount",), packages="mount") == "", missing(("mount",), packages="mount")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    blind = nodes.add(num_gpus=6, hidden=runs)
+    wanted = ["train", RECIPE, f"--run.dir={runs}", *on_ray(nodes), "--rollout.replicas=1"]
+    planned = penstock(*wanted, "--dry-run")
+    assert planned.stdout.count("does not see the run folder: no trainer there") == 1, planned.stdout
+    refused = penstock(*wanted, "--trainer.ranks=6")
+    nodes.kill(blind)
+    assert refused.returncode == 2
+    said = re.search(
+        r"trainer\.ranks = 6 needs 6 GPUs of one host .* with it: (.*?); GPUs by host: (.*?);", refused.stderr
+    )
+    assert said is not None, refused.stderr
+    assert len(said[1].split(", ")) == len(said[2].split(", ")) - 1, "every host but one sees it"
+    assert list(runs.iterdir()) == []
 
 
 @pytest.mark.leaves_behind("Ray keeps a driver's log and a socket open after its shutdown", "descriptor")
