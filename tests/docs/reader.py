@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.docs.steps import Given, NotRun, Page, Run, Save, Shows, Step, Stop, commands_of
+from tests.docs.steps import NOTHING, Given, NotRun, Page, Run, Save, Shows, Step, Stop, commands_of
 from tests.support.documents.blocks import Block
 from tests.support.waiting import wait_until
 
@@ -24,6 +24,16 @@ _UNIT = re.compile(r"\b0 (?:s|min|h)\b")
 _BARS = re.compile("[▁▂▃▄▅▆▇█]+")
 
 
+@dataclass(frozen=True, slots=True)
+class _Staying:
+    """A command that has been typed and has not been seen to end."""
+
+    name: str
+    """Where it stands, and the command."""
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+
 class Reader:
     """Goes through a page from top to bottom."""
 
@@ -32,7 +42,7 @@ class Reader:
         self._programs = 0
         self._output = ""
         """What the commands of the last block printed."""
-        self._staying = list[subprocess.Popen[bytes]]()
+        self._staying = list[_Staying]()
         self._environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -45,6 +55,7 @@ class Reader:
         try:
             for step, block in self._page.paired():
                 self._do(step, block)
+            self._require_staying()
         finally:
             self._stop()
 
@@ -54,13 +65,14 @@ class Reader:
             case NotRun():
                 return
             case Stop():
+                self._require_staying()
                 self._stop()
                 return
             case Save(name=name):
                 (self._folder / name).write_text(text)
                 return
-            case Shows(but=but):
-                missing = missing_lines(text, self._output, but)
+            case Shows(but=but, exactly=exactly):
+                missing = missing_lines(text, self._output, but, exactly)
                 assert not missing, f"{self._place(block)}: {missing[0]!r} is not in\n{self._output}"
                 return
             case Given(command=command):
@@ -100,23 +112,29 @@ class Reader:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._staying.append(process)
+        self._staying.append(_Staying(f"{place}: {command}", process, log))
         if ready is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_COMMAND_S)
             self._output += log.read_text()
             assert process.returncode == 0, f"{place}: {command} ends with {process.returncode}:\n{self._output}"
-            self._staying.remove(process)
+            self._staying.pop()
             return
         wait_until(lambda: ready in log.read_text() or process.poll() is not None, _READY_S)
         self._output += log.read_text()
         assert process.poll() is None, f"{place}: {command} has ended with {process.returncode}:\n{self._output}"
         assert ready in self._output, f"{place}: {command} does not say {ready!r}:\n{self._output}"
 
+    def _require_staying(self) -> None:
+        """Fail if a command has ended that goes on until the reader stops it."""
+        for each in self._staying:
+            ended = each.process.poll() is not None
+            assert not ended, f"{each.name} has ended with {each.process.returncode}:\n{each.log.read_text()}"
+
     def _stop(self) -> None:
         """End what stays, the last first, as Ctrl-C does."""
         while self._staying:
-            process = self._staying.pop()
+            process = self._staying.pop().process
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT)
             try:
@@ -126,16 +144,18 @@ class Reader:
                 process.wait()
 
 
-def missing_lines(shown: str, printed: str, but: tuple[str, ...] = ()) -> list[str]:
-    """The lines of a page that a command did not print, in the page's order and numbers aside."""
-    rest: Iterator[str] = map(_shape, printed.splitlines())
+def missing_lines(shown: str, printed: str, but: tuple[str, ...] = (), exactly: str = NOTHING) -> list[str]:
+    """The lines of a page that a command did not print, in the page's order, and numbers aside that no match of
+    `exactly` has."""
+    rest = (_shape(line, exactly) for line in printed.splitlines())
     lines = [line for line in shown.splitlines() if line.strip() not in ("", "...")]
-    return [line for line in lines if not line.startswith(but or "\0") and _shape(line) not in rest]
+    return [line for line in lines if not line.startswith(but or "\0") and _shape(line, exactly) not in rest]
 
 
-def _shape(line: str) -> str:
-    line = _UNIT.sub("0 s", _NUMBER.sub("0", _BARS.sub("", line)))
-    return " ".join(line.strip("= ").split())
+def _shape(line: str, exactly: str) -> str:
+    parts = re.split(f"({exactly})", line)
+    parts[::2] = [_UNIT.sub("0 s", _NUMBER.sub("0", _BARS.sub("", part))) for part in parts[::2]]
+    return " ".join("".join(parts).strip("= ").split())
 
 
 def copy_checkout(folder: Path) -> None:

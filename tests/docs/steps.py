@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from tests.conftest import ROOT
 from tests.support.documents.blocks import Block, blocks_of, is_loaded
 
+NOTHING = "(?!)"
+"""A pattern that nothing matches."""
 _TEST_FILE = re.compile(r"tests/[\w/]+\.py")
 
 
@@ -38,6 +40,8 @@ class Shows:
     start: str
     but: tuple[str, ...] = ()
     """How lines begin that are not compared: the reader types them, or they differ from run to run."""
+    exactly: str = NOTHING
+    """A pattern without groups of what is compared with its numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES
-from tests.docs.reader import missing_lines
-from tests.docs.steps import NotRun, Page, Run
+from tests.docs.reader import Reader, missing_lines
+from tests.docs.steps import Given, NotRun, Page, Run, Step, Stop
 from tests.support.documents.blocks import blocks_of, problems_of
 
 _DOCUMENTS = sorted(
@@ -16,6 +16,7 @@ _DOCUMENTS = sorted(
     for path in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        *(ROOT / "bench").rglob("README.md"),
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "examples").rglob("*.md"),
     )
@@ -140,3 +141,41 @@ def test_an_open_question_is_found(page: Page, question: str, tmp_path: Path, mo
 def test_what_a_page_shows_is_compared_without_numbers(shown: str, printed: str, missing: list[str]) -> None:
     """Line by line, in order; what the reader types is not printed."""
     assert missing_lines(shown, printed, but=("I ",)) == missing
+
+
+@pytest.mark.parametrize(
+    ("printed", "missing"),
+    [
+        ("17 failed, 102 passed in 3.1s", []),
+        ("18 failed, 101 passed in 0.88s", ["17 failed, 102 passed in 0.88s"]),
+        ("17 failed, 101 passed in 0.88s", ["17 failed, 102 passed in 0.88s"]),
+    ],
+)
+def test_a_page_may_ask_for_its_numbers(printed: str, missing: list[str]) -> None:
+    """Those that a pattern names; the other numbers of the line may differ."""
+    assert missing_lines("17 failed, 102 passed in 0.88s", printed, exactly=r"\d+ (?:failed|passed)") == missing
+
+
+def test_a_page_may_ask_for_a_sign() -> None:
+    """A reward that has fallen is none that has risen."""
+    shown, sign = "last 10 steps 0.009 (-0.328)", r"\([-+]"
+    assert missing_lines(shown, "last 10 steps 0.012 (-0.315)", exactly=sign) == []
+    assert missing_lines(shown, "last 10 steps 0.440 (+0.028)", exactly=sign) == [shown]
+
+
+_STAYS = "echo $$ > pid; echo up; exec sleep 600"
+_ENDS = "kill -9 $(cat pid); until grep -q ') Z' /proc/$(cat pid)/stat; do sleep 0.01; done"
+
+
+@pytest.mark.parametrize("steps", [(), (Stop(), Given("true"))])
+def test_a_command_that_should_stay_has_not_ended(
+    steps: tuple[Step, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither at a stop nor at the end of the page."""
+    monkeypatch.setattr("tests.docs.steps.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text("Nothing to type.\n")
+    (checkout := tmp_path / "checkout").mkdir()
+    stays = {"echo ": "up"}
+    Reader(Page("page.md", Given(_STAYS), *steps, stays=stays), checkout).read()
+    with pytest.raises(AssertionError, match=r"page\.md: echo .* has ended with -9:\nup"):
+        Reader(Page("page.md", Given(_STAYS), Given(_ENDS), *steps, stays=stays), checkout).read()

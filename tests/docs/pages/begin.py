@@ -1,11 +1,13 @@
 """The pages that newcomers read first."""
 
-from tests.docs.pages.reasons import GPUS, HOSTS, INSTALLS, SLURM
+from tests.docs.pages.reasons import GPUS, INSTALLS, SLURM
 from tests.docs.steps import Given, NotRun, Page, Run, Save, Shows, Stop
 
 _EVALUATED = "--evaluation.sets.geometry.num_prompts=8 --evaluation.sets.held_out.num_prompts=8"
 _NEWEST = "$(ls -d runs/tiny-cpu-2* | tail -1)"
 _SERVING = "server.started"
+_ON_TWO_NODES = "needs root, and changes this machine's network: tests/e2e/run_two_nodes.py runs it"
+_PRINTED = "printed by commands that tests/e2e/run_two_nodes.py runs"
 
 README = Page(
     "README.md",
@@ -150,14 +152,14 @@ YOUR_AGENT = Page(
 
 TWO_NODES = Page(
     "docs/tutorials/two-nodes.md",
-    NotRun("penstock serve nats", HOSTS),
-    NotRun("penstock serve rollout", HOSTS),
-    NotRun("rollout-0 is up", HOSTS),
-    NotRun("penstock replicas", HOSTS),
-    NotRun("replica ", HOSTS),
-    NotRun("penstock serve worker", HOSTS),
-    NotRun("step 14/30", HOSTS),
-    NotRun("ip netns add", "needs root, and changes this machine's network"),
+    NotRun("penstock serve nats", _ON_TWO_NODES),
+    NotRun("penstock serve rollout", _ON_TWO_NODES),
+    NotRun("rollout-0 is up", _PRINTED),
+    NotRun("penstock replicas", _ON_TWO_NODES),
+    NotRun("replica ", _PRINTED),
+    NotRun("penstock serve worker", _ON_TWO_NODES),
+    NotRun("step 14/30", _PRINTED),
+    NotRun("ip netns add", _ON_TWO_NODES),
 )
 
 PAGES = (README, CONTRIBUTING, FIRST_HOUR, FIRST_RUN, YOUR_DATA, YOUR_REWARD, YOUR_ENVIRONMENT, YOUR_AGENT, TWO_NODES)
