@@ -6,6 +6,7 @@ from tests.docs.steps import Given, NotRun, Page, Run, Save, Shows, Stop
 _EVALUATED = "--evaluation.sets.geometry.num_prompts=8 --evaluation.sets.held_out.num_prompts=8"
 _NEWEST = "$(ls -d runs/tiny-cpu-2* | tail -1)"
 _SERVING = "server.started"
+_COUNTS = r"\d+ (?:failed|passed)"
 _ON_TWO_NODES = "needs root, and changes this machine's network: tests/e2e/run_two_nodes.py runs it"
 _PRINTED = "printed by commands that tests/e2e/run_two_nodes.py runs"
 
@@ -53,7 +54,7 @@ CONTRIBUTING = Page(
     "CONTRIBUTING.md",
     NotRun("make setup", "the tests run in what it makes"),
     Run("pytest tests/unit"),
-    Shows("119 passed"),
+    Shows("119 passed", exactly=_COUNTS),
     Run("penstock train"),
     Shows("step 1/25"),
     NotRun("return np.asarray", "the line as the reader changes it, which the next command does"),
@@ -62,9 +63,10 @@ CONTRIBUTING = Page(
         " services/trainer/algorithm/advantage.py"
     ),
     Given("! pytest tests/unit/algorithm/test_advantage.py"),
-    Shows("17 failed"),
+    Shows("17 failed", exactly=_COUNTS),
     Run("penstock train"),
-    Shows("step 1/25"),
+    Shows("step 1/25", exactly=r"\([-+]"),
+    Given("python -m tests.docs.curves runs/before runs/after"),
     Run("penstock view"),
     NotRun("make fmt", "what CI does, in an hour"),
     NotRun("make docs", "CI builds the site; the others ask other sites, and run these pages"),
