@@ -11,8 +11,8 @@ from typing import Any
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         # verl: actor/, critic/, response_length/, rollout_corr/, timing_s/. prime-rl: optim/, mismatch_kl/, entropy/,
-        # time/. slime: train/, rollout/. TRL: clip_ratio/, completions/, sampling/. SkyRL: policy/, reward/, async/,
-        # timing/. AReaL: ppo_actor/.
+        # is_masked/, time/. slime: train/, rollout/. TRL: clip_ratio/, completions/, sampling/. SkyRL: policy/,
+        # reward/, async/, timing/. AReaL: ppo_actor/.
         "loss": ("train/loss",),
         "policy_loss": ("actor/pg_loss", "train/pg_loss", "policy/policy_loss"),
         "grad_norm": (
@@ -32,8 +32,15 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "clip_fraction_low": ("clip_ratio/low_mean",),
         "clip_fraction_high": ("clip_ratio/high_mean",),
-        "entropy": ("actor/entropy", "entropy/mean", "policy/policy_entropy", "ppo_actor/update/entropy/avg"),
-        "ratio_mean": ("ppo_actor/update/importance_weight/avg",),
+        "dual_clip_fraction": ("actor/pg_clipfrac_lower", "ppo_actor/update/dual_clip_ratio/avg"),
+        "entropy": (
+            "actor/entropy",
+            "entropy/mean",
+            "train/entropy_loss",
+            "policy/policy_entropy",
+            "ppo_actor/update/entropy/avg",
+        ),
+        "ratio_mean": ("train/ois", "ppo_actor/update/importance_weight/avg"),
         "ratio_min": ("ppo_actor/update/importance_weight/min",),
         "ratio_max": ("ppo_actor/update/importance_weight/max",),
         "kl_anchor": ("actor/ppo_kl",),
@@ -42,6 +49,9 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tis_mean": ("rollout_corr/rollout_is_mean", "sampling/importance_sampling_ratio/mean"),
         "tis_capped_fraction": ("train/tis_clipfrac",),
         "tis_ess": ("rollout_corr/rollout_is_eff_sample_size",),
+        "rejected_fraction_trust_region": ("is_masked/mean",),  # of prime-rl's trust region, DPPO's
+        "rejected_fraction_trust_region_low": ("is_masked_low/mean",),
+        "rejected_fraction_trust_region_high": ("is_masked_high/mean",),
         "rejected_fraction_rejection": ("rollout_corr/rollout_rs_masked_fraction",),
         "dlogp_mean": ("train/train_rollout_logprob_abs_diff", "sampling/sampling_logp_difference/mean"),
         "dlogp_max": ("sampling/sampling_logp_difference/max",),
@@ -64,6 +74,7 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sample_tokens_max": ("response_length/max", "rollout/response_len/max", "completions/max_length"),
         "staleness_mean": ("async/staleness_mean",),
         "staleness_max": ("async/staleness_max",),
+        "lagging_group_fraction": ("async/staleness_ratio",),
         "wait_s": ("time/wait_for_batch", "perf/train_wait_time", "timing/wait_for_generation_buffer"),
         "step_s": ("time/step", "perf/step_time", "timing_s/step", "perf/time_per_step", "timing/step"),
         "train_s": ("perf/train_time",),

@@ -236,3 +236,22 @@ def test_stats_count_clipped_tokens_only_where_the_clip_bites() -> None:
     metrics = stats_of(tokens, tensor(1, -1, 1, -1), algorithm("ppo"), version=0)
     assert metrics["clip_fraction"] == 0.5
     assert "tis_mean" not in metrics
+
+
+def test_rejected_tokens_are_counted_by_what_rejects_them_and_by_sign() -> None:
+    """The clip drops a good token that rose, a bad one that fell and, by its dual bound, one that rose fourfold; the
+    rejection drops that one and another without an advantage."""
+    tokens = tokens_of(tensor(2, 0.5, 4, 4, 1).log(), tensor(0, 0, 0, 0, 0))
+    config = algorithm("ppo", trust_region={"dual": 3.0}, rejection={"kind": "geometric", "low": 0.1, "high": 3.5})
+    metrics = stats_of(tokens, tensor(1, -1, -1, 0, 1), config, version=0)
+    found = {
+        axis: [metrics[f"rejected_fraction_{axis}{sign}"] for sign in ("", "_low", "_high")]
+        for axis in ("trust_region", "rejection")
+    }
+    assert found == {
+        "trust_region": pytest.approx([3 / 5, 2 / 5, 1 / 5]),
+        "rejection": pytest.approx([2 / 5, 1 / 5, 0]),
+    }
+    assert metrics["dual_clip_fraction"] == pytest.approx(1 / 5)
+    without = stats_of(tokens, tensor(1, -1, -1, 0, 1), algorithm("ppo"), version=0)
+    assert not {"dual_clip_fraction", "rejected_fraction_rejection_low"} & without.keys()

@@ -78,8 +78,9 @@ def test_other_frameworks_names_hold_what_a_step_measures(tiny_model_path: Path,
     of_the_loop = {"wait_s": 1.0, "step_s": 2.0, "push_s": 3.0, "truncated_fraction": 0.5, "train_s": 0.5}
     of_the_loop |= {"trainer_idle_fraction": 0.75, "checkpoint_write_s": 4.0}
     of_the_loop |= {"mfu": 0.4}  # of a GPU
-    rejecting = {"rejection": {"kind": "opsm", "max_drop": 1e3}}
-    row = take_step(loaded(tiny_model_path, **rejecting), [[*groups, masked]], VERSION) | of_the_loop
+    rejecting = {"preset": "ppo", "trust_region": {"dual": 3.0}, "rejection": {"kind": "opsm", "max_drop": 1e3}}
+    correcting = {"anchor": "proximal", "correction": {"kind": "truncate"}}
+    row = take_step(loaded(tiny_model_path, **rejecting, **correcting), [[*groups, masked]], VERSION) | of_the_loop
     assert set(FIELD_NAMES) <= set(row)
     named = field_names(row)
     assert not set(named) & set(row)

@@ -20,7 +20,8 @@ def batch_stats(
     - `zero_std_fraction`: share of groups whose judged samples all have one reward.
     - `pass_rate_<bin>`: share of groups by how many of their judged samples pass: `0`, `to_25` (above 0, up to a
       quarter), `to_50`, `to_75`, `below_100`, `100`. Together 1.
-    - `sample_tokens_mean`, `_min`, `_max`, `staleness_mean`, `_max`.
+    - `sample_tokens_mean`, `_min`, `_max`, `staleness_mean`, `_max`; `lagging_group_fraction`: share of groups whose
+      staleness is above 0.
 
     Args:
         rewards: Group by group; NaN for a sample that was not judged, which counts in no reward.
@@ -42,6 +43,7 @@ def batch_stats(
         "sample_tokens_max": float(np.max(num_tokens_G)),
         "staleness_mean": float(np.mean(staleness)),
         "staleness_max": float(np.max(staleness)),
+        "lagging_group_fraction": float(np.mean(np.array(staleness) > 0)),
     }
 
 

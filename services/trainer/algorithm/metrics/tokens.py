@@ -30,11 +30,12 @@ def token_stats(
     - `ratio_mean`, `ratio_min`, `ratio_max`: ratio of the policy to the anchor. `ratio_ess`: effective share of the
       batch, (sum r)^2 / (N sum r^2). `kl_anchor`: estimate of KL(anchor || policy), mean of -log r.
     - `clip_fraction`: share of tokens whose objective the trust region changed; `_low` and `_high` count those with
-      negative and with positive advantage.
+      negative and with positive advantage. `dual_clip_fraction`: those that only the dual clip bounds.
     - `tis_mean`, `tis_capped_fraction`, `tis_ess`: importance weight after its bounds, share of tokens that a bound
       changed, and effective share of the batch, (sum w)^2 / (N sum w^2). Only with a correction.
     - `rejected_fraction`: share of tokens with an advantage that have no policy gradient; `_low` and `_high` as above.
-      `rejected_fraction_<axis>` is the share of all tokens that each axis gives weight 0.
+      `rejected_fraction_<axis>` is the share of all tokens that each axis gives weight 0; its `_low` and `_high` are
+      the parts of it with negative and with positive advantage.
     - `clamped_fraction`: share of tokens with an advantage that have no policy gradient because their log ratio to the
       anchor is beyond ±20.
     - `policy_loss`, and `kl_loss`, `drift_loss`, `entropy_loss` if they are on.
@@ -100,18 +101,32 @@ def _of_axes(loss: Loss, config: AlgorithmConfig, counts_N: torch.Tensor) -> dic
         metrics[f"clip_fraction{suffix}"] = _share(loss.region.bounded_N & (chosen_N if suffix else True), counts_N)
         metrics[f"rejected_fraction{suffix}"] = _share(~loss.trained_N[chosen_N], counts_N[chosen_N])
     metrics["clamped_fraction"] = _share(loss.clamped_N[signs[""]], counts_N[signs[""]])
-    if config.trust_region.kind != "none":
-        metrics["rejected_fraction_trust_region"] = _share(loss.region.outside_N, counts_N)
-    if config.rejection.kind != "none":
-        metrics["rejected_fraction_rejection"] = _share(loss.rejected_N, counts_N)
-    if config.correction.veto_low or config.correction.veto_high:
-        metrics["rejected_fraction_veto"] = _share(loss.correction.vetoed_N, counts_N)
+    if config.trust_region.dual:
+        is_dual_N = loss.region.bounded_N & signs["_low"] & (loss.ratio_N > 1)
+        metrics["dual_clip_fraction"] = _share(is_dual_N, counts_N)
+    for axis, rejected_N in _rejected_by_axis(loss, config).items():
+        for suffix, chosen_N in signs.items():
+            share = _share(rejected_N & (chosen_N if suffix else True), counts_N)
+            metrics[f"rejected_fraction_{axis}{suffix}"] = share
     if config.correction.kind != "none":
-        metrics["rejected_fraction_correction"] = _share(weights_N == 0, counts_N)
         metrics["tis_mean"] = weighted_mean(weights_N, counts_N)
         metrics["tis_capped_fraction"] = _share(loss.correction.bounded_N, counts_N)
         metrics["tis_ess"] = _effective_share(weights_N, counts_N)
     return metrics
+
+
+def _rejected_by_axis(loss: Loss, config: AlgorithmConfig) -> dict[str, torch.Tensor]:
+    """Return bool[N] for each axis that is on: the tokens that it gives weight 0."""
+    rejected: dict[str, torch.Tensor] = {}
+    if config.trust_region.kind != "none":
+        rejected["trust_region"] = loss.region.outside_N
+    if config.rejection.kind != "none":
+        rejected["rejection"] = loss.rejected_N
+    if config.correction.veto_low or config.correction.veto_high:
+        rejected["veto"] = loss.correction.vetoed_N
+    if config.correction.kind != "none":
+        rejected["correction"] = loss.correction.weights_N == 0
+    return rejected
 
 
 def _effective_share(weights_N: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor | float:

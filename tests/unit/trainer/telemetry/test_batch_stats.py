@@ -26,7 +26,7 @@ def test_groups_are_counted_by_what_share_of_them_passes() -> None:
     assert stats["zero_std_fraction"] == pytest.approx(1 / 6)
     assert (stats["reward_min"], stats["reward_max"]) == (0.0, 1.0)
     assert (stats["sample_tokens_min"], stats["sample_tokens_mean"], stats["sample_tokens_max"]) == (3, 5, 7)
-    assert (stats["staleness_mean"], stats["staleness_max"]) == (1, 2)
+    assert (stats["staleness_mean"], stats["staleness_max"], stats["lagging_group_fraction"]) == (1, 2, 1 / 2)
 
 
 def test_a_batch_that_nobody_judged_has_zeros() -> None:
