@@ -1,4 +1,4 @@
-"""An optimizer step whose groups come one after the other is the step of the whole batch."""
+"""An optimizer step whose groups come one after the other, or in other rows, is the step of the whole batch."""
 
 import math
 from dataclasses import replace
@@ -20,6 +20,10 @@ from tests.support.trainer.groups import IMAGES, make_group, picture
 from tests.support.trainer.token_batches import EXAMPLE, unseen_choices
 
 VERSION = 3
+WHOLE = [[0, 1, 2, 3, 4]]
+"""All groups in one chunk."""
+HALF_A_GROUP = 45
+"""Tokens of a row that holds two samples of a group, and not all four."""
 OF_THE_CUT = {
     "step_time_s",
     "trained_tokens_per_s",
@@ -43,6 +47,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "regularised": {"kl": {"kind": "k3"}, "drift": 0.01, "entropy": {"kind": "bonus", "coef": 0.01}},
     "vetoed": {"correction": {"kind": "clip", "level": "sequence", "low": 0.1, "veto_low": 1e-3}},
     "normalised": {"correction": {"kind": "truncate", "normalize": True}, "aggregation": {"kind": "sequence"}},
+    "normalised by samples": {
+        "correction": {"kind": "clip", "level": "sequence", "low": 0.1, "normalize": True},
+        "kl": {"kind": "k3"},
+    },
+    "m2po, most kept": {"preset": "m2po", "rejection": {"max_m2": 9.0}},
     "opsm": {"preset": "ppo", "rejection": {"kind": "opsm", "max_drop": 0.0}},
     "maxrl, dual clip, k2, geometric rejection": {
         "preset": "dapo",
@@ -71,9 +80,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def loaded(path: Path, checkpoint: Path | None = None, **algorithm: Any) -> InProcessBackend:
+def loaded(
+    path: Path, checkpoint: Path | None = None, *, micro_batch_tokens: int = 8192, **algorithm: Any
+) -> InProcessBackend:
     """One that has loaded the model, or a checkpoint; an update is nearly proportional to the gradient."""
-    config = BackendConfig(device="cpu", optimizer=OptimizerConfig(learning_rate=0.1, grad_clip=1e9))
+    optimizer = OptimizerConfig(learning_rate=0.1, grad_clip=1e9)
+    config = BackendConfig(device="cpu", micro_batch_tokens=micro_batch_tokens, optimizer=optimizer)
     axes = AlgorithmConfig.model_validate(algorithm)
     backend = InProcessBackend(path, config, axes, seed=0, temperature=1.0, adam_eps=1.0)
     backend.load(checkpoint)
@@ -100,10 +112,10 @@ def groups(tiny_model_path: Path) -> list[TrainGroup]:
 
 
 def stepped(
-    path: Path, groups: list[TrainGroup], cut: list[list[int]], **algorithm: Any
+    path: Path, groups: list[TrainGroup], cut: list[list[int]], *, micro_batch_tokens: int = 8192, **algorithm: Any
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """The metrics of a step that is cut in this way, and the weights after it."""
-    backend = loaded(path, **algorithm)
+    backend = loaded(path, micro_batch_tokens=micro_batch_tokens, **algorithm)
     metrics = take_step(backend, [[groups[number] for number in chunk] for chunk in cut], VERSION)
     return metrics, {name: weight.clone() for name, weight in backend.export()}
 
@@ -111,26 +123,31 @@ def stepped(
 def assert_same_step(
     one: tuple[dict[str, float], dict[str, torch.Tensor]], other: tuple[dict[str, float], dict[str, torch.Tensor]]
 ) -> None:
-    """Within the order of float32 sums."""
+    """Within the order of float32 sums: at most 1e-6 of a metric and 1.2e-7 of a weight where this was measured."""
     (metrics, weights), (others, other_weights) = one, other
     expected = {name: value for name, value in others.items() if name not in OF_THE_CUT}
     found = {name: value for name, value in metrics.items() if name not in OF_THE_CUT}
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7, nan_ok=True)
     assert found["num_measured_tokens"] == expected["num_measured_tokens"]
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, other_weights[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(weight, other_weights[name], rtol=0, atol=5e-7)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_step_is_the_same_for_every_cut_and_order(
     tiny_model_path: Path, groups: list[TrainGroup], name: str
 ) -> None:
-    """All groups at once, each by itself, and in another order with groups without a signal first."""
-    whole = stepped(tiny_model_path, groups, [[0, 1, 2, 3, 4]], **ALGORITHMS[name])
+    """All groups at once; each by itself, with each sample in a row of its own; and in another order with groups
+    without a signal first, in rows that cut groups in two."""
+    axes = ALGORITHMS[name]
+    whole = stepped(tiny_model_path, groups, WHOLE, **axes)
     start = dict(loaded(tiny_model_path).export())
     assert max(float((weight - start[key]).abs().max()) for key, weight in whole[1].items()) > 5e-4
-    for cut in ([[0], [1], [2], [3], [4]], [[4, 3], [2], [1, 0]]):
-        assert_same_step(stepped(tiny_model_path, groups, cut, **ALGORITHMS[name]), whole)
+    alone = stepped(tiny_model_path, groups, [[0], [1], [2], [3], [4]], micro_batch_tokens=1, **axes)
+    assert_same_step(alone, whole)
+    halves = stepped(tiny_model_path, groups, [[4, 3], [2], [1, 0]], micro_batch_tokens=HALF_A_GROUP, **axes)
+    assert_same_step(halves, whole)
+    assert whole[0]["shared_token_fraction"] > halves[0]["shared_token_fraction"] > alone[0]["shared_token_fraction"]
 
 
 def test_one_order_and_cut_gives_the_same_bits_again(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
@@ -157,7 +174,7 @@ def test_a_group_without_finite_numbers_is_taken_out_of_the_sum(
         found = stepped(tiny_model_path, batch, cut, **ALGORITHMS[name])
     assert found[0]["num_groups_skipped"] == 1
     assert [(entry["event"], entry["index"]) for entry in logs] == [("group.skipped", 0)]
-    assert_same_step(found, stepped(tiny_model_path, batch, [[0, 1, 2, 3, 4]], **ALGORITHMS[name]))
+    assert_same_step(found, stepped(tiny_model_path, batch, WHOLE, **ALGORITHMS[name]))
 
 
 def test_an_aborted_step_leaves_nothing(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
@@ -228,6 +245,8 @@ def test_what_depends_on_the_whole_batch_says_by_which_setting() -> None:
         "reinforce_pp_baseline": "algorithm.advantage.kind = 'reinforce_pp_baseline'",
         "kl in reward": "algorithm.advantage.kind = 'reinforce_pp'",
         "normalised": "algorithm.correction.normalize = true",
+        "normalised by samples": "algorithm.correction.normalize = true",
+        "m2po, most kept": "algorithm.rejection.kind = 'm2po'",
         "opo": "algorithm.advantage.kind = 'custom'",
     }
     assert {name for name, config in axes.items() if needs_statistics(config)} <= set(found)
