@@ -14,8 +14,9 @@ same version; slow groups then become stragglers for which the bound on stalenes
 cost of that alone: the same durations in an event simulation in which only rollouts, computing and the push take time
 (bench/async_loop/perfect_loop.py).
 
-Bars, with backward as groups arrive: exposed pushes, without that copy, and checkpoints are at most 3% of a step; a
-push of half a step lengthens steps by at most 5% more than it lengthens the best. The exit code is 1 if one fails.
+Bars, with backward as groups arrive: exposed pushes and checkpoints are at most 3% of a step, without that copy and
+without waiting for groups that a push made late, which is `wait_s` and shows in the length of steps; a push of half a
+step lengthens steps by at most 5% more than it lengthens the best. The exit code is 1 if one fails.
 """
 
 import argparse
