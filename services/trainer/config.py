@@ -170,7 +170,8 @@ class BackendConfig(Config):
     micro_batch_tokens: int = pydantic.Field(default=8192, ge=1)
     """Most tokens of one forward pass. Samples are packed without padding; a longer sample has a pass of its own."""
     share_prompts: bool = True
-    """Compute what all samples of a group begin with, images included, once per group. Saves time and memory, and
+    """Compute what all samples of a group begin with, images included, once per forward pass instead of once per
+    sample. A group has one pass, unless it exceeds micro_batch_tokens or fixed_rows cuts it. Saves time and memory, and
     changes results by rounding errors only."""
     fixed_rows: bool = False
     """Pad every forward pass to micro_batch_tokens, so that all have the same shape. Groups are then cut wherever that
