@@ -1,11 +1,12 @@
 """The trainer's optimizer step on groups like Geometry3K's, beside padded samples and beside TRL's GRPOTrainer.
 
-    python bench/trainer/bench_trainer.py                    # makes .venv-trl with the newest TRL, on the first call
+    python bench/trainer/bench_trainer.py                    # makes .venv-trl on the first call
     python bench/trainer/bench_trainer.py --subjects group_rows packed padded
 
 Each subject trains the same two groups of eight fixed responses to one picture each, with the same model and AdamW, in
 float32, in its own process. The three of ours must agree on the gradient. TRL receives its responses, so its step has
-no generation in it.
+no generation in it. .venv-trl has the newest TRL of the day on which it was made; the table names its version, and
+without the folder the next call makes it anew.
 """
 
 import argparse
@@ -48,6 +49,8 @@ class Measured:
     peak_mb: float
     """Peak resident memory, model and optimizer included."""
     grad_norm: float | None
+    version: str = ""
+    """Of a library whose versions differ from call to call."""
 
 
 def trl_python() -> Path:
@@ -91,6 +94,7 @@ def measure(subject: str, folder: Path, workload: Path, arguments: argparse.Name
         core_s=statistics.median(found["core_seconds"]),
         peak_mb=found["peak_mb"],
         grad_norm=found.get("grad_norm"),
+        version=found.get("version", ""),
     )
 
 
@@ -134,8 +138,8 @@ def main() -> int:
                 if bar and found.step_s < bar * ours.step_s:
                     missed.append(subject)
             sys.stdout.write(
-                f"| {SUBJECTS[subject]} | {found.step_s:.2f} | {found.core_s:.2f} | {sum(lengths) / found.step_s:.0f} "
-                f"| {found.peak_mb:.0f} | {faster} |\n"
+                f"| {f'{SUBJECTS[subject]} {found.version}'.rstrip()} | {found.step_s:.2f} | {found.core_s:.2f} "
+                f"| {sum(lengths) / found.step_s:.0f} | {found.peak_mb:.0f} | {faster} |\n"
             )
             sys.stdout.flush()
     norms = {subject: found.grad_norm for subject, found in results.items() if found.grad_norm is not None}

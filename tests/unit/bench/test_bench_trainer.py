@@ -67,6 +67,21 @@ def test_bars_are_of_group_rows(
     assert last_row.split("|")[-2].strip() == last_cell
 
 
+def test_the_table_names_trls_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one that the measured process reports."""
+    interpreter = tmp_path / "python"
+    found = {"seconds": [2.0], "core_seconds": [3.0], "peak_mb": 100.0, "version": "9.8.7"}
+    interpreter.write_text(f"#!/bin/sh\necho '{json.dumps(found)}'\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr("sys.argv", ["bench_trainer.py", "--subjects", "trl", "--trl", str(interpreter)])
+    monkeypatch.setattr(bench_trainer, "write_model", lambda _: None)
+    monkeypatch.setattr(bench_trainer, "write_workload", lambda *_, **__: None)
+    assert bench_trainer.main() == 0
+    assert "\n| TRL GRPOTrainer 9.8.7 | 2.00 | 3.00 |" in capsys.readouterr().out
+
+
 def test_the_attention_that_a_gpu_is_measured_against_is_right() -> None:
     """On a CPU, where ours is known: every error is one of rounding."""
     rows = [line.split("|") for line in attention_table(torch.device("cpu")).splitlines()[2:]]
