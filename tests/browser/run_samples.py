@@ -26,6 +26,8 @@ async def test_the_worst_sample_of_step_100_is_three_clicks_away(browser: Browse
     add_group(files, step=100, index=900, rewards=(1.0, 1.0, 1.0))
     add_group(files, step=100, index=901, rewards=(0.5, 0.25, 0.0, 0.5), text="I am wrong.")
     add_group(files, step=100, index=902, rewards=(0.1, 0.1))  # the lowest mean, and no sample of 0
+    add_group(files, step=100, index=903, rewards=(0.0, 0.0), outcome="filtered", reason="equal rewards")
+    add_group(files, step=100, index=904, rewards=(0.0, 0.0), outcome="evaluated", source="eval/held_out")
     async with served([run]) as url, opened(browser, url) as page:
         surface = page.locator("figure .u-over").first
         await _click_at_step(page, surface, 100)

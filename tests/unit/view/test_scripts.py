@@ -137,6 +137,23 @@ def test_a_group_opens_at_what_the_list_was_sorted_for(
     assert unjudged == (opened if "at" in opened else {})
 
 
+def test_the_worst_samples_of_a_step_are_those_that_it_trained(tmp_path: Path) -> None:
+    """Groups that a filter left out before it, and answers that its weights gave to an evaluation, have its number."""
+    folder = make_run(tmp_path, num_steps=3)
+    files = EpisodeFiles(folder / "episodes", last_step=3, max_bytes=1e9)
+    add_group(files, step=3, index=20, rewards=(0.0, 0.25))
+    add_group(files, step=3, index=21, rewards=(0.0, 0.0), outcome="filtered")
+    add_group(files, step=3, index=22, rewards=(0.0, 0.0), outcome="evaluated", source="eval/held_out")
+    asked = ViewScripts().run("""
+        document.createElement = () => ({ setAttribute() {}, append() {} });
+        const asked = [];
+        load("pages/curves.js").linksOf({ link: (page, parameters) => { asked.push(parameters); } }, 3);
+        return asked;
+    """)
+    found = TestClient(view_app([RunReader(folder)])).get("/api/runs/0/episodes", params=asked[0]).json()["found"]
+    assert [each["index"] for each in found] == [20, 12]
+
+
 def test_gaps_of_a_curve_stay_gaps(scripts: ViewScripts) -> None:
     """The mean is corrected for its start: a constant stays what it is."""
     assert scripts.call("format.js", "smooth", [3, None, 3, 3], 0.9) == [

@@ -64,9 +64,10 @@ export default {
   },
 };
 
-function linksOf(context, step) {
+// Where a step leads. Filtered groups have the number of the next step and evaluated ones that of their weights: the step trained neither.
+export function linksOf(context, step) {
   return [h("b", {}, `step ${step}`),
-    h("a", { href: context.link("samples", { step, sort: "lowest", descending: "false" }) }, "its worst samples"),
+    h("a", { href: context.link("samples", { step, outcome: "trained", sort: "lowest", descending: "false" }) }, "its worst samples"),
     h("a", { href: context.link("samples", { step, sort: "dlogp" }) }, "largest difference to the engine"),
     h("a", { href: context.link("timeline", { from: step, to: step }) }, "timeline")];
 }
