@@ -205,7 +205,7 @@ class SlowPublication:
             self.rollouts.wake()
         self.position.announced_version = version
         push_s = time.monotonic() - began
-        return PushReport(version=version, num_replicas=1, num_failed=0, num_bytes=0, push_s=push_s, pause_s=0.0)
+        return PushReport(version=version, num_replicas=1, num_failed=0, num_bytes=0, push_s=push_s)
 
 
 class SlowCheckpoints:

@@ -232,7 +232,7 @@ async def test_marked_text_stays_while_the_run_goes_on(page: Page, runs: list[Pa
     await page.locator("tbody tr", has_text="engine-5").evaluate("row => getSelection().selectAllChildren(row)")
     marked = await page.evaluate("String(getSelection())")
     assert "engine-5" in marked
-    write_rows(runs[0], [step_row(31, push_pause_s=7.5)])
+    write_rows(runs[0], [step_row(31, push_pause_max_s=7.5)])
     await expect(page.locator("#status")).to_contain_text("step 31 of 200", timeout=10_000)
     assert await page.evaluate("String(getSelection())") == marked
     await page.evaluate("getSelection().removeAllRanges()")

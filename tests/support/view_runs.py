@@ -47,6 +47,8 @@ def step_row(step: int, **changes: Any) -> dict[str, Any]:
         "num_samples": 16,
         "push_s": 0.2,
         "push_pause_s": 0.1,
+        "push_pause_max_s": 0.1,
+        "push_pause_max_replica": "engine-1",
         "push_bytes": 2**20,
         "push_replicas": 2,
         "push_failed_replicas": 0,

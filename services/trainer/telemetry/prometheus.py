@@ -98,6 +98,7 @@ _OF_STEP: Final = {
         "num_steps_without_gradient": "steps in a row without policy gradient, this one included.",
         "num_replicas": "live replicas.",
         "push_pause_s": "seconds that an engine paused for the push, on average.",
+        "push_pause_max_s": "seconds that the engine paused that paused longest for the push.",
         "host_memory_peak_bytes": "peak memory of the trainer's process.",
         "device_memory_peak_bytes": "peak memory on the trainer's GPU.",
     }.items()

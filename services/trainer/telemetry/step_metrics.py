@@ -116,9 +116,12 @@ def prefill_ratio(groups: Sequence[Group]) -> float:
 
 def describe_push(report: PushReport, *, num_live_replicas: int) -> dict[str, Any]:
     """Describe the push of the step's weights."""
+    slowest, pause_max_s = report.longest_pause
     return {
         "push_s": report.push_s,
         "push_pause_s": report.pause_s,
+        "push_pause_max_s": pause_max_s,
+        "push_pause_max_replica": slowest,
         "push_bytes": report.num_bytes,
         "push_failed_replicas": report.num_failed,
         "push_replicas": report.num_replicas,

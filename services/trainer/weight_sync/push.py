@@ -5,7 +5,6 @@ repeated once. A member that failed only because of others takes part again, wit
 """
 
 import asyncio
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -159,14 +158,13 @@ class Push:
             self._on_half_served()
 
     def _report(self, push_s: float) -> PushReport:
-        paused_s = self._paused_s.values()
         report = PushReport(
             version=self._weights.version,
             num_replicas=len(self._done),
             num_failed=len(self._failed),
             num_bytes=self._weights.manifest.num_bytes,
             push_s=push_s,
-            pause_s=statistics.fmean(paused_s) if paused_s else 0.0,
+            paused_s={member.replica_id: seconds for member, seconds in self._paused_s.items()},
             stages_s=dict(self._stages_s),
         )
         if self._done or self._failed or not self._only_lagging:
@@ -178,5 +176,6 @@ class Push:
                 num_bytes=report.num_bytes,
                 push_s=round(report.push_s, 4),
                 pause_s=round(report.pause_s, 4),
+                pause_max_s=round(report.longest_pause[1], 4),
             )
         return report

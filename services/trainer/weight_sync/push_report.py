@@ -1,5 +1,6 @@
 """The result of publishing a version."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,7 +18,17 @@ class PushReport:
     """Size of the weights in bytes."""
     push_s: float
     """Seconds from the first call to the last answer."""
-    pause_s: float
-    """Seconds that an engine was kept from generating, on average over paused engines; 0 if none was paused."""
+    paused_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each paused replica was kept from generating, by its identity."""
     stages_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each stage, summed over pushes; of stages that each replica takes alone, the mean over replicas."""
+
+    @property
+    def pause_s(self) -> float:
+        """Mean of `paused_s`; 0 if none was paused."""
+        return statistics.fmean(self.paused_s.values()) if self.paused_s else 0.0
+
+    @property
+    def longest_pause(self) -> tuple[str, float]:
+        """The replica that was paused longest, and for how many seconds; an empty name and 0 if none was paused."""
+        return max(self.paused_s.items(), key=lambda pause: pause[1], default=("", 0.0))

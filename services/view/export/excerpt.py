@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from services.view.export.group_choice import order_of_groups
+from services.view.fleet import longest_pause_s
 from services.view.run_reader import NotThereError, RunReader, without_groups
 from services.view.summary import alarms_of, describe_run, fleet_now
 from services.view.timeline import timeline_of
@@ -100,9 +101,9 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _timed_steps(run: RunReader, rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the parts and the numbers of the last steps, and of the one whose push paused the engines longest."""
+    """Return the parts and the numbers of the last steps, and of the one whose push paused an engine longest."""
     chosen = {row["step"] for row in rows[-_TIMED_STEPS:]}
-    pauses = [(row["push_pause_s"], row["step"]) for row in rows if row.get("push_pause_s") is not None]
+    pauses = [(longest_pause_s(row), row["step"]) for row in rows if row.get("push_s") is not None]
     if pauses:
         chosen.add(max(pauses)[1])
     trace = [step for step in run.trace() if step["step"] in chosen]

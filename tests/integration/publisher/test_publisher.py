@@ -39,7 +39,8 @@ async def test_every_replica_gets_exactly_the_trainers_bytes(bus: Bus) -> None:
         report = await publisher.publish(weights)
         assert (report.version, report.num_replicas, report.num_failed) == (1, 3, 0)
         assert report.num_bytes == sum(t.numel() * t.element_size() for t in weights_of(1).values())
-        assert 0 < report.pause_s <= report.push_s
+        assert report.paused_s.keys() == {replica.replica_id for replica in replicas}
+        assert 0 < report.pause_s <= report.longest_pause[1] <= report.push_s
         for replica in replicas:
             said = await replica.report()
             assert (said.version, said.state) == (1, common_pb2.REPLICA_STATE_READY)

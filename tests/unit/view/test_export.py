@@ -71,7 +71,7 @@ def test_a_page_has_what_the_server_would_answer(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     add_spans(run)
     metrics = run / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"push_pause_s": 0.1', '"push_pause_s": 0.9', 1))
+    metrics.write_text(metrics.read_text().replace('"push_pause_max_s": 0.1', '"push_pause_max_s": 0.9', 1))
     exported = export_runs([RunReader(run)])
     (found,) = data_of(exported.page)["runs"]
     assert found["steps"]["step"] == list(range(1, 31))
@@ -80,7 +80,7 @@ def test_a_page_has_what_the_server_would_answer(tmp_path: Path) -> None:
     assert (len(found["index"]), len(found["episodes"])) == (30, 30)
     assert found["episodes"]["29"]["samples"][0]["text"] == "The answer is 3."
     assert base64.b64decode(found["images"][f"{SHA}.png"].partition(",")[2]) == png()
-    assert [step["step"] for step in found["trace"]] == [1, *range(19, 31)]  # the first push paused longest
+    assert [step["step"] for step in found["trace"]] == [1, *range(19, 31)]  # the first push paused an engine longest
     calls = [span for span in found["processes"] if span["name"] == "call"]
     assert [span["number"] for span in calls] == [0, *range(18, 30)]
     assert exported.left_out == ["run: the timeline but of steps 1, 19 to 30"]

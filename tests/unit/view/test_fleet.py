@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from services.trainer.telemetry.step_metrics import describe_push
+from services.trainer.weight_sync.push_report import PushReport
 from services.view.fleet import fleet_of
 from services.view.run_reader import RunReader
 from services.view.summary import fleet_now
@@ -113,14 +115,28 @@ def test_a_launcher_that_goes_on_with_a_run_does_not_raise_the_dead() -> None:
 
 
 def test_the_push_that_paused_longest_comes_first() -> None:
-    """With the version that it pushed, and a bound on how many there are."""
-    rows = [
+    """With the version that it pushed, and a bound on how many there are. Earlier releases recorded the mean only."""
+    rows: list[dict[str, Any]] = [
         {"step": step, "policy_version": step + 5, "push_s": 1.0, "push_pause_s": step % 7} for step in range(1, 99)
     ]
     rows.append({"step": 99})
     pushes = fleet_of([], rows, starts=[], now=_NOW, has_launcher=True)["pushes"]
     assert len(pushes) == 20
     assert [(each["step"], each["push_pause_s"], each["version"]) for each in pushes[:2]] == [(6, 6, 12), (13, 6, 19)]
+
+
+def test_one_slow_engine_among_many_makes_a_push_the_longest() -> None:
+    """Its pause says little in the mean over all; the page names the engine."""
+    paused_s = [{f"engine-{number}": 1.0 for number in range(64)} for _ in range(3)]
+    paused_s[1] = dict.fromkeys(paused_s[1], 0.5) | {"engine-7": 30.0}
+    rows = []
+    for step, each in enumerate(paused_s, start=1):
+        report = PushReport(version=step, num_replicas=64, num_failed=0, num_bytes=1, push_s=31.0, paused_s=each)
+        rows.append({"step": step, "policy_version": step} | describe_push(report, num_live_replicas=64))
+    first, second, _ = fleet_of([], rows, starts=[], now=_NOW, has_launcher=True)["pushes"]
+    assert (first["step"], first["push_pause_max_s"], first["push_pause_max_replica"]) == (2, 30.0, "engine-7")
+    assert first["push_pause_s"] == pytest.approx((63 * 0.5 + 30.0) / 64)
+    assert second["push_pause_s"] == 1.0, "a mean that is longer"
 
 
 def test_a_run_that_has_ended_is_shown_as_it_was_at_its_end(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ const PANELS = [
   ["Tokens of a sample", ["sample_tokens_mean"], { low: 0 }],
   ["Samples cut off, share", ["truncated_fraction"], { low: 0 }],
   ["Seconds of a step", ["step_s", "train_s", "wait_s"], { low: 0 }],
-  ["Seconds of a push", ["push_s", "push_pause_s"], { low: 0 }],
+  ["Seconds of a push", ["push_s", "push_pause_s", "push_pause_max_s"], { low: 0 }],
   ["Trainer idle, share", ["trainer_idle_fraction"], { low: 0 }],
   ["Output tokens a second", ["output_tokens_per_s"], { low: 0 }],
   ["Replicas", ["num_replicas"], { low: 0 }],

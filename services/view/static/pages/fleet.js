@@ -1,4 +1,4 @@
-// What engines and other processes do now, and the pushes that paused the engines longest.
+// What engines and other processes do now, and the pushes that paused an engine longest.
 
 import { get } from "../api.js";
 import { empty, h, table } from "../dom.js";
@@ -19,7 +19,7 @@ export default {
       h("p", {}, overview(fleet)),
       fleet.replicas.length ? engines(fleet) : empty(
         "No engine has answered a call lately. Without spans (trace.max_gib = 0) engines are not known; see `penstock replicas`."),
-      h("h2", {}, "Pushes, those that paused the engines longest first"),
+      h("h2", {}, "Pushes, those that paused an engine longest first"),
       fleet.pushes.length ? pushes(context, fleet.pushes) : empty("Nothing has been pushed yet."),
       h("h2", {}, "Processes"),
       fleet.processes.length ? processes(fleet.processes) : empty("No process has sent spans lately."),
@@ -55,9 +55,9 @@ function version(served, published) {
 }
 
 function pushes(context, found) {
-  return table(["step", "version", "paused", "took", "MiB", "replicas", "missed", ""], found.map((each) => [
+  return table(["step", "version", "longest pause", "of replica", "mean pause", "took", "MiB", "replicas", "missed", ""], found.map((each) => [
     h("a", { href: context.link("timeline", { from: each.step, to: each.step }) }, String(each.step)),
-    each.version, seconds(each.push_pause_s), seconds(each.push_s), number((each.push_bytes ?? 0) / 2 ** 20, 3), each.push_replicas ?? "–",
+    each.version, seconds(each.push_pause_max_s), each.push_pause_max_replica || "–", seconds(each.push_pause_s), seconds(each.push_s), number((each.push_bytes ?? 0) / 2 ** 20, 3), each.push_replicas ?? "–",
     each.push_failed_replicas ?? 0, h("a", { href: context.link("samples", { step: each.step }) }, "samples")]));
 }
 

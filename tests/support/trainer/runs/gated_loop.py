@@ -150,7 +150,7 @@ class PromptPublication:
     async def publish(self, version: int, weights: Any) -> PushReport:
         """Announce it at once."""
         self.position.announced_version = version
-        return PushReport(version=version, num_replicas=1, num_failed=0, num_bytes=1, push_s=0.0, pause_s=0.0)
+        return PushReport(version=version, num_replicas=1, num_failed=0, num_bytes=1, push_s=0.0)
 
 
 @dataclass
