@@ -8,14 +8,16 @@ from services.view.trace_reader import Span
 
 _DRAWN: Final = (
     "call", "paused", "group.played", "episode", "tool", "route.queued", "judged", "verify", "group.queued",
-    "group.held", "checkpoint", "evaluation", "process.starting", "session.call", "environment.call",
+    "group.held", "checkpoint", "evaluation", "process.starting", "session.call", "environment.call", "push.received",
 )  # fmt: skip
+_DRAWN_IF_FAILED: Final = ("push.stage",)
+"""An engine's own spans show the same, unless it is dead or hangs."""
 MOST_DRAWN: Final = 20_000
 """Spans drawn at once; of more, the longest."""
 _SHORTEST_S: Final = 0.001
 _KEPT: Final = (
     "replica", "turn", "num_tokens", "num_samples", "mean_reward", "first_token_s", "queued_s", "prefill_s", "version",
-    "environment", "service", "error",
+    "environment", "service", "stage", "error",
 )  # fmt: skip
 
 
@@ -30,7 +32,7 @@ def timeline_of(spans: Iterable[Span], index: Sequence[Mapping[str, Any]], *, mo
     longest: list[tuple[float, int, Span]] = []  # a heap; of equally long ones the first
     num_all = 0
     for span in spans:
-        if span.name not in _DRAWN or span.seconds < _SHORTEST_S:
+        if not _is_drawn(span) or span.seconds < _SHORTEST_S:
             continue
         num_all += 1
         put = heappush if len(longest) < most else heappushpop
@@ -38,6 +40,10 @@ def timeline_of(spans: Iterable[Span], index: Sequence[Mapping[str, Any]], *, mo
     drawn = [span for _, _, span in sorted(longest, key=lambda entry: (entry[2].start, -entry[1]))]
     numbers = {(entry["group"], entry["attempt"]): entry["number"] for entry in index}
     return {"num_left_out": num_all - len(drawn), "spans": [_describe(span, numbers) for span in drawn]}
+
+
+def _is_drawn(span: Span) -> bool:
+    return span.name in _DRAWN or (span.name in _DRAWN_IF_FAILED and "error" in span.attributes)
 
 
 def _describe(span: Span, numbers: Mapping[tuple[str, int], int]) -> dict[str, Any]:

@@ -50,6 +50,19 @@ async def test_a_call_of_an_engine_leads_to_its_sample(page: Page, runs: list[Pa
     await expect(page.locator("h1")).to_have_text("Group")
 
 
+async def test_the_stages_of_a_push_are_in_their_engine_s_lane(page: Page, runs: list[Path]) -> None:
+    """Below its calls and pauses."""
+    add_spans(runs[0])
+    await page.get_by_role("link", name="Timeline").click()
+    await expect(page.get_by_text("The trainer's time:")).to_be_visible()
+    await page.locator("canvas").focus()
+    for key in ("ArrowRight", *["ArrowDown"] * 4):
+        await page.keyboard.press(key)
+    for text in ("50 ms: pause, version 21", "50 ms: receive, version 21", "50 ms: prepare, version 22"):
+        await expect(page.locator("main")).to_contain_text(text)
+        await page.keyboard.press("ArrowRight")
+
+
 async def _point_at_first_bar(page: Page) -> None:
     """Move the mouse to the first bar below the trainer's and the pushes'."""
     surface = page.locator("canvas")

@@ -214,7 +214,7 @@ def make_run(folder: Path, *, num_steps: int = 30, **recipe: Any) -> Path:
 
 
 def add_spans(folder: Path, *, num_steps: int = 30) -> None:
-    """Add what an engine and the router did for the first sample of each step's group of `make_run`, and a pause."""
+    """Add what an engine and the router did for the first sample of each step's group of `make_run`, and a push."""
     spans: list[Any] = []
     routed: list[Any] = []
     for step in range(1, num_steps + 1):
@@ -225,6 +225,10 @@ def add_spans(folder: Path, *, num_steps: int = 30) -> None:
             ["paused", began + 1.8, 0.1, {"version": step + 1, "then": "READY"}],
         ]
         about = {key: call[key] for key in ("group", "request")}
+            *(
+                ["push.received", began + after, 0.05, {"stage": stage, "version": step + 1, "push": f"v{step + 1}"}]
+                for stage, after in (("prepare", 1.75), ("pause", 1.8), ("receive", 1.85))
+            ),
         routed += [["route.attempt", began + 0.2, 1.2, about | {"replica": "engine-5", "outcome": "complete"}]]
     batch = {"host": "a", "pid": 1, "start": "s", "number": 1, "dropped": 0, "sent": began}
     rows = [

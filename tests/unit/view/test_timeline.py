@@ -1,6 +1,7 @@
 """The spans that the timeline draws, and the samples to which they lead."""
 
 import json
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from services.view.run_reader import RunReader
 from services.view.timeline import timeline_of
 from services.view.trace_reader import Span
 
+_DOCS = Path(__file__).parents[3] / "docs" / "operation"
 _INDEX = [
     {"group": "run/3", "attempt": 0, "number": 7},
     {"group": "run-step-20/3", "attempt": 1, "number": 8},
@@ -45,6 +47,38 @@ def test_what_a_worker_s_slots_play_is_drawn() -> None:
         "name": "group.played", "group": 3, "sample": None, "number": 9, "num_samples": 4, "mean_reward": 0.25,
     }  # fmt: skip
     assert (second["group"], second["error"]) == (4, "picture is gone")
+
+
+def test_stages_of_pushes_are_drawn_as_engines_saw_them() -> None:
+    """As the trainer saw them only where they failed: an engine that is dead or hangs records none."""
+    stage = {"stage": "receive", "version": 5, "push": "v5"}
+    spans = [
+        _span("push.received", **stage),
+        _span("push.stage", **stage, replica="engine-1"),
+        _span("push.stage", **stage, replica="engine-2", error="exceeded its deadline"),
+    ]
+    drawn = timeline_of(spans, [])["spans"]
+    about = [{key: each.get(key) for key in ("name", "stage", "version", "replica", "error")} for each in drawn]
+    assert about == [
+        {"name": "push.received", "stage": "receive", "version": 5, "replica": None, "error": None},
+        {
+            "name": "push.stage",
+            "stage": "receive",
+            "version": 5,
+            "replica": "engine-2",
+            "error": "exceeded its deadline",
+        },
+    ]
+
+
+def test_the_documentation_names_what_is_not_drawn() -> None:
+    """Of all spans that processes record, by their names; a lane for each of the others is tested with the page."""
+    recorded = re.findall(r"^\| `([a-z.]+)` \|", (_DOCS / "tracing.md").read_text(), re.MULTILINE)
+    drawn = {each["name"] for each in timeline_of([_span(name, error="it broke") for name in recorded], [])["spans"]}
+    (listed,) = re.findall(
+        r"^Only the export for Perfetto has (.*?);", (_DOCS / "viewing.md").read_text(), re.MULTILINE
+    )
+    assert set(re.findall(r"`([a-z.]+)`", listed)) == {*recorded} - drawn
 
 
 def test_no_more_spans_are_held_than_are_drawn(tmp_path: Path) -> None:

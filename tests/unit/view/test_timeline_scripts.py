@@ -103,6 +103,28 @@ def test_a_worker_has_a_row_for_each_slot(scripts: ViewScripts) -> None:
     assert slots["rows"][0][0]["target"] == {"n": 11, "sample": 0}
 
 
+def test_an_engine_s_stages_of_a_push_are_in_a_lane_of_its_own(scripts: ViewScripts) -> None:
+    """Side by side, each in its colour; those that failed, which the engine may not know of, name the replica."""
+    common = {"group": None, "sample": None, "number": None, "isWhole": True, "version": 5, "length": 1, "whole": 1}
+    received = [
+        common | {"process": process, "name": "push.received", "start": start, "stage": stage}
+        for process in ("rollout-0", "rollout-1")
+        for start, stage in enumerate(("prepare", "pause", "receive"))
+    ]
+    failed = common | {"process": "trainer", "name": "push.stage", "start": 9, "stage": "transfer"}
+    about = {"replica": "engine-7", "error": "exceeded its deadline"}
+    first, second, lost = scripts.call("pages/timeline.js", "processLanes", [*received, failed | about])
+    assert [lane["name"] for lane in (first, second, lost)] == ["rollout-0: push", "rollout-1: push", "failed pushes"]
+    (bars,) = first["rows"]
+    assert [bar["text"] for bar in bars] == [
+        f"stage of a push, 1.0\u00a0s: {stage}, version 5" for stage in ("prepare", "pause", "receive")
+    ]
+    assert len({bar["colour"] for bar in bars}) == 3
+    ((bar,),) = lost["rows"]
+    assert bar["text"] == "stage of a push, 1.0\u00a0s: transfer, version 5, engine-7, exceeded its deadline"
+    assert bar["isFailed"]
+
+
 def test_a_span_that_goes_on_is_drawn_as_far_as_it_is_seen(scripts: ViewScripts) -> None:
     """It says how long it is."""
     inside, over = [{"start": start, "length": 4} for start in (3, 8)]

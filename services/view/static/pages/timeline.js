@@ -134,6 +134,8 @@ const KINDS = [
   // Name of the span, its lane, and what it is.
   ["call", (span) => span.process, "call"],
   ["paused", (span) => `${span.process}: paused`, "paused by a push"],
+  ["push.received", (span) => `${span.process}: push`, "stage of a push"],
+  ["push.stage", () => "failed pushes", "stage of a push"],
   ["route.queued", () => "router: queue", "call waits for an engine"],
   ["group.played", (span) => `${span.process}: slots`, "a slot plays a group"],
   ["episode", (span) => `${span.process}: episodes`, "episode"],
@@ -149,6 +151,9 @@ const KINDS = [
   ["process.starting", () => "processes starting", "starting"],
 ];
 
+// The stages of a push in their order, by the names that engines and trainer give them.
+const STAGES = { prepare: 0, upload: 1, pause: 2, receive: 3, transfer: 3, verify: 4, commit: 5 };
+
 // The lanes of processes; each row of a worker's slots is one that plays a group at a time.
 export function processLanes(spans) {
   return KINDS.flatMap(([name, laneOf, text]) => {
@@ -163,9 +168,10 @@ export function processLanes(spans) {
   });
 }
 
-// One bar in its group's colour; a call is pale until its first token.
+// One bar in the colour of its group, or of its stage of a push; a call is pale until its first token.
 export function barOf(span, text) {
   const details = [
+    span.stage,
     span.group === null ? null : `group ${span.group}${span.sample === null ? "" : `, sample ${span.sample}`}`,
     span.turn === undefined ? null : `turn ${span.turn}`,
     span.num_samples === undefined ? null : `${span.num_samples} samples`,
@@ -177,7 +183,8 @@ export function barOf(span, text) {
     span.version === undefined ? null : `version ${span.version}`,
     span.replica, span.environment, span.service, span.error,
   ].filter((each) => each !== null && each !== undefined && each !== "");
-  const colour = span.group === null ? ink("faint") : SERIES[span.group % (SERIES.length - 1)];
+  const order = span.group ?? STAGES[span.stage];
+  const colour = order === undefined ? ink("faint") : SERIES[order % (SERIES.length - 1)];
   return { start: span.start, length: span.length, colour, isFailed: Boolean(span.error), text: `${text}, ${seconds(span.whole)}: ${details.join(", ")}`,
     target: span.number === null ? null : { n: span.number, sample: span.sample ?? 0 },
     pale: span.name === "call" && span.isWhole ? Math.min(span.first_token_s ?? 0, span.length) : 0 };
