@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from penstock.model.chat.chat_template import Renderer
 from penstock.model.detokenize import TokenTexts
+from penstock.model.tokens import image_token_id
 from services.trainer.backend.base import TrainBackend
 from services.trainer.config import TrainerSettings
 from services.trainer.data.dataset import Dataset
@@ -75,6 +76,7 @@ def _open_episodes(settings: TrainerSettings, start: StartingPoint, position: Po
         position,
         dataset=dataset,
         names=lambda ids: read_texts().names_of(ids),
+        image_token_id=image_token_id(settings.model.path),
         is_resumed=start.checkpoint is not None,
     )
 

@@ -166,10 +166,16 @@ async def test_pages_fit_laptop_and_phone(
 ) -> None:
     """Nothing is wider than the screen."""
     add_spans(runs[1])
+    files = EpisodeFiles(runs[1] / "episodes", last_step=99, max_bytes=1e12)
+    text = "I zoom into the figure. <|vision_start|> <|image_pad|> <|vision_end|> It is larger now. I see it."
+    add_group(files, step=31, index=900, text=text, num_tokens=15, num_answered=7, placeholders=(6,))
     context = await browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = await context.new_page()
     await page.goto(url)
-    addresses = {name: f"{name}?run=1&n=3" for name in (*_PAGES, "group")} | {"compared": "curves?run=1&with=0"}
+    addresses = {name: f"{name}?run=1&n=3" for name in (*_PAGES, "group")} | {
+        "conversation": "group?run=1&n=30",
+        "compared": "curves?run=1&with=0",
+    }
     for name, address in addresses.items():
         await page.goto(f"{page.url.split('#')[0]}#{address}")
         await expect(page.locator("h1")).to_have_text(address.partition("?")[0].capitalize())

@@ -141,6 +141,19 @@ async def test_an_episode_of_several_turns_is_a_conversation(page: Page, runs: l
     await expect(parts.nth(1)).to_contain_text("<pad> thanks")
 
 
+async def test_a_picture_of_a_conversation_is_where_it_was_seen(page: Page, runs: list[Path]) -> None:
+    """Among the environment's words, and it is enlarged as any other."""
+    files = EpisodeFiles(runs[0] / "episodes", last_step=99, max_bytes=1e12)
+    add_group(files, step=31, index=9, text="zoom please <see> <pad> </see> thanks", num_answered=3, placeholders=(3,))
+    await page.goto(page.url.split("#")[0] + "#group?run=0&n=30")
+    said = page.locator("details .message").nth(1)
+    assert re.sub(r"\s+", " ", await said.inner_text()) == "environment <see> </see>"
+    assert await said.locator("img").evaluate("image => image.decode().then(() => image.naturalWidth)") == 48
+    await expect(page.locator("main")).not_to_contain_text("Pictures that the environment added")
+    await said.get_by_role("button", name="Enlarge picture 2").click()
+    await expect(page.locator("dialog img")).to_be_visible()
+
+
 async def test_a_sample_of_200_000_tokens_can_be_read(page: Page, runs: list[Path]) -> None:
     """Only what is in sight is drawn; the last token can be reached."""
     files = EpisodeFiles(runs[0] / "episodes", last_step=99, max_bytes=1e12)

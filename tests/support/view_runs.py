@@ -86,9 +86,10 @@ def add_group(
     dlogp: float = 1e-6,
     source: str = "",
     num_answered: int = 0,
+    placeholders: tuple[int, ...] = (),
 ) -> None:
     """Add a group of samples whose tokens are the words of a text, again and again; the environment answers
-    `num_answered` of them in the middle."""
+    `num_answered` of them in the middle, of which `placeholders` stand for a picture each."""
     images = files.add_images({SHA: png()})
     words = [f" {word}" for word in text.split()]
     texts = [words[place % len(words)] for place in range(num_tokens)]
@@ -132,7 +133,8 @@ def add_group(
                     "own": column(own, "u1"),
                     "versions": [[num_own, step]],
                     "engine_logprobs": column(np.full(num_own, -0.5), "<f4"),
-                    "images": [images[SHA]],
+                    "images": [images[SHA]] * (1 + len(placeholders)),
+                    "placeholders": [*placeholders],
                     **(
                         {
                             "logprobs": column(-0.5 + differences, "<f4"),
@@ -223,12 +225,12 @@ def add_spans(folder: Path, *, num_steps: int = 30) -> None:
         spans += [
             ["call", began + 0.2, 1.2, call],
             ["paused", began + 1.8, 0.1, {"version": step + 1, "then": "READY"}],
-        ]
-        about = {key: call[key] for key in ("group", "request")}
             *(
                 ["push.received", began + after, 0.05, {"stage": stage, "version": step + 1, "push": f"v{step + 1}"}]
                 for stage, after in (("prepare", 1.75), ("pause", 1.8), ("receive", 1.85))
             ),
+        ]
+        about = {key: call[key] for key in ("group", "request")}
         routed += [["route.attempt", began + 0.2, 1.2, about | {"replica": "engine-5", "outcome": "complete"}]]
     batch = {"host": "a", "pid": 1, "start": "s", "number": 1, "dropped": 0, "sent": began}
     rows = [

@@ -30,10 +30,11 @@ export function select(label, value, options, change) {
   return h("label", {}, `${label} `, choice);
 }
 
-// Pictures by their names; `place` says where each is.
-export function pictures(names, place) {
+// Pictures by their names; `place` says where each is, and the first one has the number `first`, counted from 0.
+export function pictures(names, place, first = 0) {
   if (!names.length) return null;
-  return h("div", { class: "pictures" }, names.map((name, number) => {
+  return h("div", { class: "pictures" }, names.map((name, order) => {
+    const number = first + order;
     const url = place(name);
     if (!url) return h("span", { class: "faint", title: name }, `picture ${number + 1} was not kept${name ? `: sha256 ${name.slice(0, 12)}…` : ""}`);
     return h("button", { type: "button", "aria-label": `Enlarge picture ${number + 1}`, onclick: () => zoom(url) },

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.model.chat.chat_template import Renderer
+from penstock.model.tokens import image_token_id
 from penstock.records import Message, TextPart
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.data.rows.example import Example
@@ -52,7 +53,15 @@ def open_log(folder: Path, *, step: int = 0, is_resumed: bool = True, **config: 
     position = Position(num_steps=10, step=step, version=step + 1)
     rows: Any = Rows()
     names = Renderer.load(MODEL).token_texts().names_of
-    return EpisodeLog(folder, EpisodesConfig(**config), position, dataset=rows, names=names, is_resumed=is_resumed)
+    return EpisodeLog(
+        folder,
+        EpisodesConfig(**config),
+        position,
+        dataset=rows,
+        names=names,
+        image_token_id=image_token_id(MODEL),
+        is_resumed=is_resumed,
+    )
 
 
 def index_of(folder: Path) -> list[dict[str, Any]]:

@@ -118,6 +118,32 @@ def test_the_pictures_that_an_environment_added_are_shown(client: TestClient) ->
     assert f"Pictures that the environment added:{shown}" in text
 
 
+def test_a_conversation_shows_pictures_where_they_were_seen(client: TestClient) -> None:
+    """The last ones of the sequence, in order, one for each placeholder. What is before them, as in the first
+    observation, stands above; so does all that an environment added where there is no conversation."""
+    first, second, lost = "12" * 32 + ".png", "34" * 32 + ".png", "cd" * 32
+    texts = ["look", "<see>", "<image>", "</see>", "again", "<image>", "<image>", "here"]
+
+    def change(group: dict[str, Any]) -> None:
+        for sample in group["samples"]:
+            sample["sequences"] = [sequence("x", *[0.0] * 5) | {
+                "own": column([1, 0, 0, 0, 1, 0, 0, 1], "u1"), "texts": texts, "token_ids": column(range(8), "<i4"),
+                "images": [*group["images"], first, second, lost, second], "placeholders": [2, 5, 6],
+            }]  # fmt: skip
+        group["samples"][1]["sequences"][0] |= {"own": column([1] * 8, "u1"), "placeholders": []}
+
+    drawn = f'{_DRAW} return [await draw({{ sample: "0" }}), await draw({{ sample: "1" }})];'
+    text, alone = page_of(client, change).run(drawn)
+    above = f"Pictures that the environment added:<api/runs/0/images/{first}>"
+    said = [
+        "policy, turn 0look", f"environment<see><api/runs/0/images/{second}></see>", "policy, turn 1again",
+        f"environmentpicture 4 was not kept: sha256 cdcdcdcdcdcd…<api/runs/0/images/{second}>", "policy, turn 2here",
+    ]  # fmt: skip
+    assert "".join([above, "Conversation", *said]) in text
+    assert f"added:<api/runs/0/images/{first}><api/runs/0/images/{second}>picture 3 was not kept" in alone
+    assert "Conversation" not in alone
+
+
 def test_the_environment_s_answers_name_the_tools_that_were_called(client: TestClient) -> None:
     """By the turn before, also where that is in an earlier sequence; earlier releases did not record them."""
 
@@ -157,16 +183,15 @@ def test_a_turn_says_where_and_when_it_was_played(scripts: ViewScripts) -> None:
 
 
 def test_turns_are_counted_over_all_sequences(scripts: ViewScripts) -> None:
-    """A sample whose history was cut goes on with its fourth turn; a picture's many tokens are counted."""
-    first = {"own": column([1, 1, 0, 1, 0, 0, 1], "u1"), "texts": [*"abcdefg"]}
-    texts = ["tool", "a", "b", "<image>", "<image>", "<image>", "<image>", "c"]
-    second = {"own": column([0, 1, 1, 0, 0, 0, 0, 1], "u1"), "texts": texts}
-    alone = {"own": column([1, 1], "u1"), "texts": ["a", "b"]}
+    """A sample whose history was cut goes on with its fourth turn."""
+    first = {"own": column([1, 1, 0, 1, 0, 0, 1], "u1"), "texts": [*"abcdefg"], "images": []}
+    second = {"own": column([0, 1, 1, 0, 0, 1], "u1"), "texts": ["tool", "a", "b", "\n", "saw ", "c"], "images": []}
+    alone = {"own": column([1, 1], "u1"), "texts": ["a", "b"], "images": []}
     assert scripts.call("conversation.js", "messages", [first, second], 1) == [
-        {"turn": None, "text": "tool"},
-        {"turn": 3, "text": "ab"},
-        {"turn": None, "text": "<image> × 4"},
-        {"turn": 4, "text": "c"},
+        {"turn": None, "content": ["tool"]},
+        {"turn": 3, "content": ["ab"]},
+        {"turn": None, "content": ["saw"]},
+        {"turn": 4, "content": ["c"]},
     ]
     turns = [each["turn"] for each in scripts.call("conversation.js", "messages", [first, second], 0)]
     assert turns == [0, None, 1, None, 2]

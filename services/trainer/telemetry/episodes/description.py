@@ -139,6 +139,7 @@ def describe_group(
     names: TokenNames,
     image_files: Mapping[str, str],
     prompt_images: Sequence[str],
+    image_token_id: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the whole description and a short one for lists.
 
@@ -151,6 +152,7 @@ def describe_group(
         image_files: File names of images by content hash; those that are not kept are absent, and the description has
             their hashes.
         prompt_images: File names of the prompt's images, in order.
+        image_token_id: The placeholder of an image; None if the model takes none.
     """
     sequences = [sequence for sample in group.samples for sequence in sample.sequences]
     prompt_length = _common_prompt_length(sequences)
@@ -177,7 +179,15 @@ def describe_group(
         "worker": group.worker_id,
     }
     samples = [
-        _describe_sample(sample, engine[number], trained.get(number), prompt_length, texts_of, image_files)
+        _describe_sample(
+            sample,
+            engine[number],
+            trained.get(number),
+            prompt_length,
+            texts_of,
+            image_files=image_files,
+            image_token_id=image_token_id,
+        )
         for number, sample in enumerate(group.samples)
     ]
     whole = common | {
@@ -211,12 +221,16 @@ def _describe_sample(
     trained: TrainedSample | None,
     prompt_length: int,
     texts: Iterator[Sequence[str]],
+    *,
     image_files: Mapping[str, str],
+    image_token_id: int | None,
 ) -> dict[str, Any]:
     """Describe a sample; `texts` gives those of its sequences, which are described in their order."""
     sequences, start = [], 0 if trained is None else trained.start
     for sequence, engine_S in zip(sample.sequences, engine, strict=True):
-        described = _describe_sequence(sequence, engine_S, prompt_length, next(texts), image_files)
+        described = _describe_sequence(
+            sequence, engine_S, prompt_length, next(texts), image_files=image_files, image_token_id=image_token_id
+        )
         stop = start + len(engine_S)
         if trained is not None:
             described |= trained.columns.cut(start, stop)
@@ -244,16 +258,23 @@ def _describe_sequence(
     engine_S: np.ndarray,
     prompt_length: int,
     texts: Sequence[str],
+    *,
     image_files: Mapping[str, str],
+    image_token_id: int | None,
 ) -> dict[str, Any]:
-    """Describe the tokens behind the group's common prompt; a record's arrays are little-endian."""
+    """Describe the tokens behind the group's common prompt; a record's arrays are little-endian.
+
+    `placeholders` are the places among them of the last images, one each.
+    """
+    token_ids = sequence.token_ids[prompt_length:]
     return {
-        "token_ids": sequence.token_ids[prompt_length:].tobytes(),
+        "token_ids": token_ids.tobytes(),
         "texts": texts,
         "own": sequence.loss_mask[prompt_length:].tobytes(),
         "versions": [[span.num_tokens, span.policy_version] for span in sequence.version_spans],
         "engine_logprobs": engine_S.tobytes(),
         "images": [image_files.get(sha256, sha256) for sha256 in sequence.images],
+        "placeholders": [] if image_token_id is None else np.flatnonzero(token_ids == image_token_id).tolist(),
     }
 
 

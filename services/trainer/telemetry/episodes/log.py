@@ -122,6 +122,7 @@ class EpisodeLog:
         *,
         dataset: Dataset,
         names: TokenNames,
+        image_token_id: int | None = None,
         is_resumed: bool = True,
     ) -> None:
         """Continue after the step of `position`. Blocks.
@@ -132,6 +133,7 @@ class EpisodeLog:
             position: The run's position.
             dataset: The data set from which the groups are played.
             names: Returns the text of each token, for people; called in the thread that writes.
+            image_token_id: The placeholder of an image; None if the model takes none.
             is_resumed: Whether there is a checkpoint. Without one the run starts over, and nothing kept before is its.
         """
         self.num_dropped = 0
@@ -140,6 +142,7 @@ class EpisodeLog:
         self._position = position
         self._dataset = dataset
         self._names = names
+        self._image_token_id = image_token_id
         self._left_out: dict[tuple[int, str], int] = {}  # groups by step and outcome
         self._evaluated: dict[tuple[int, str, str], int] = {}  # groups by step, set and what is wrong with them
         self._waiting: queue.SimpleQueue[tuple[_Batch | _Kept, int] | None] = queue.SimpleQueue()
@@ -339,6 +342,7 @@ class EpisodeLog:
             names=self._names,
             image_files=files,
             prompt_images=[files[sha256] for sha256 in shown],
+            image_token_id=self._image_token_id,
         )
         return DescribedGroup.of(whole, short, image_files=files.values())
 

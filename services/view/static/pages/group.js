@@ -1,7 +1,7 @@
 // One group: its problem, its samples beside each other, and one of them token by token.
 
 import { array, get, image } from "../api.js";
-import { conversation, toolNames } from "../conversation.js";
+import { conversation, numPlaced, toolNames } from "../conversation.js";
 import { h, pictures, select, table } from "../dom.js";
 import { number, seconds } from "../format.js";
 import { rewards } from "./samples.js";
@@ -97,7 +97,9 @@ function sampleView(context, group, chosen) {
     sample.sequences.map((_, order) => [String(order), `${order + 1} of ${sample.sequences.length}`]),
     (sequence) => context.go({ sequence })) : null;
   const shown = sample.sequences[place];
-  const added = shown.images.slice(group.images.length);
+  const of = (name) => image(context.run, name);
+  const said = conversation(sample.sequences, place, sample.turns, (number) => pictures([shown.images[number]], of, number));
+  const added = shown.images.slice(group.images.length, said ? shown.images.length - numPlaced(shown) : undefined);
   return [
     h("h2", {}, `Sample ${chosen.sample}, token by token`),
     sample.error ? h("p", { class: "error" }, sample.error) : null,
@@ -105,8 +107,8 @@ function sampleView(context, group, chosen) {
     table(["turn", "engine", "began after", "waited", "generated", "tools", "environment", "prompt tokens", "cached", "output tokens", "reward"],
       turnRows(sample)),
     choice,
-    added.length ? [h("p", { class: "faint" }, "Pictures that the environment added:"), pictures(added, (name) => image(context.run, name))] : null,
-    conversation(sample.sequences, place, sample.turns),
+    added.length ? [h("p", { class: "faint" }, "Pictures that the environment added:"), pictures(added, of)] : null,
+    said,
     tokenView(context, group.prompt, shown, group.version),
   ];
 }

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.bus.image_store import hash_of
 from penstock.model.chat.chat_template import Renderer
+from penstock.model.tokens import image_token_id
 from services.trainer.backend.base import StepTokens
 from services.trainer.telemetry.episodes.choice import Candidate, candidate, choose
 from services.trainer.telemetry.episodes.log import EvaluatedRow, TrainedGroup
@@ -174,6 +175,30 @@ def test_a_picture_that_is_not_kept_is_known_by_its_hash(tmp_path: Path) -> None
     for sample in whole(tmp_path, entry)["samples"]:
         assert [each["images"] for each in sample["sequences"]] == [[f"{shown}.png", added]]
     assert entry["image_files"] == [f"{shown}.png"]
+
+
+def test_the_places_of_pictures_that_an_environment_showed_are_kept(tmp_path: Path) -> None:
+    """Among the tokens behind the group's common prompt, which has the row's own picture."""
+    shape: dict[str, Any] = {"images": [PICTURE], "placeholders": [num_placeholders((96, 96))], "own_lengths": (2, 3)}
+    played = make_group(MODEL, index=0, rewards=(1.0, 0.0), version=3, **shape)
+    seen = np.array([9, image_token_id(MODEL), 9, image_token_id(MODEL)], dtype=np.int32)
+    samples = []
+    for sample in played.samples:
+        (sequence,) = sample.sequences
+        longer = msgspec.structs.replace(
+            sequence,
+            token_ids=np.concatenate([sequence.token_ids, seen]),
+            loss_mask=np.append(sequence.loss_mask, [False] * len(seen)),
+            logprobs=np.append(sequence.logprobs, np.zeros(len(seen), dtype=np.float32)),
+            images=(*sequence.images, *map(hash_of, (picture(1), picture(2)))),
+        )
+        samples.append(msgspec.structs.replace(sample, sequences=(longer,)))
+    log = open_log(tmp_path, keep="all")
+    log.keep_left_out("filtered", "equal_rewards", msgspec.structs.replace(played, samples=tuple(samples)))
+    log.close()
+    described = [each["sequences"][0] for each in whole(tmp_path, index_of(tmp_path)[0])["samples"]]
+    assert [each["placeholders"] for each in described] == [[2 + 1, 2 + 3], [3 + 1, 3 + 3]]
+    assert [each["images"][1:] for each in described] == [[hash_of(picture(1)), hash_of(picture(2))]] * 2
 
 
 def test_why_a_sample_ended_early_is_kept(tmp_path: Path) -> None:
