@@ -1,12 +1,9 @@
 """What a run keeps of its steps, in its folder and with trackers."""
 
 import asyncio
-import functools
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from penstock.model.chat.chat_template import Renderer
-from penstock.model.detokenize import TokenTexts
 from penstock.model.tokens import image_token_id
 from services.trainer.backend.base import TrainBackend
 from services.trainer.config import TrainerSettings
@@ -16,6 +13,7 @@ from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.settings import StepSettings
 from services.trainer.starting_point import StartingPoint
 from services.trainer.telemetry.episodes.log import EpisodeLog
+from services.trainer.telemetry.episodes.token_names import token_names
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.trace import TrainerTrace
 from services.trainer.telemetry.trackers import TrackedRun, Trackers, described
@@ -66,16 +64,12 @@ async def open_run_logs(
 
 
 def _open_episodes(settings: TrainerSettings, start: StartingPoint, position: Position, dataset: Dataset) -> EpisodeLog:
-    @functools.cache
-    def read_texts() -> TokenTexts:  # when the first group is written, which is not waited for
-        return Renderer.load(settings.model.path).token_texts()
-
     return EpisodeLog(
         start.folder,
         settings.episodes,
         position,
         dataset=dataset,
-        names=lambda ids: read_texts().names_of(ids),
+        names=token_names(settings.model.path),
         image_token_id=image_token_id(settings.model.path),
         is_resumed=start.checkpoint is not None,
     )

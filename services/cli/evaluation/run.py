@@ -39,11 +39,19 @@ from services.trainer.evaluation.kept_answers import read_kept_answers, write_se
 from services.trainer.evaluation.openai_player import OpenAiPlayer, require_single_turn
 from services.trainer.evaluation.openai_server import read_api_key
 from services.trainer.evaluation.outcome import PlayedPrompt
-from services.trainer.evaluation.report import RESULTS_FILE, SAMPLES_FILE, SamplesFile, describe, write_results
+from services.trainer.evaluation.report import (
+    EVALUATIONS_FILE,
+    RESULTS_FILE,
+    SAMPLES_FILE,
+    SamplesFile,
+    describe,
+    write_results,
+)
 from services.trainer.evaluation.samples_page import PAGE_FILE, write_page
 from services.trainer.evaluation.set_files import pin_sets
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from services.trainer.evaluation.summary import Summary, summarize
+from services.trainer.telemetry.episodes.evaluated import log_of_evaluation
 from services.trainer.telemetry.span_files import collecting_spans
 
 _ON_THEIR_WAY_S = 1.5
@@ -187,9 +195,17 @@ class _Evaluating:
                     async with (
                         connect(live.bus, run=live.run.name, security=self._security) as bus,
                         self._collecting_spans(bus),
+                        log_of_evaluation(
+                            self._folder.path, self._recipe.episodes, model, version=_MODEL_VERSION
+                        ) as episodes,
                     ):
                         await play_on_bus(
-                            self._sets, bus, version=_MODEL_VERSION, on_played=on_played, played=self._played
+                            self._sets,
+                            bus,
+                            version=_MODEL_VERSION,
+                            on_played=on_played,
+                            played=self._played,
+                            episodes=episodes,
                         )
 
                 await self._play(begun, play, progress, supervisor.wait(stop))
@@ -273,7 +289,10 @@ class _Evaluating:
             sys.stdout.write("\n".join(["", *lines, ""]))
             return process.EXIT_INTERRUPTED
         summaries = {name: self._summary(name) for name in self._sets}
-        write_results(self._folder.path, about=self._about(), summaries=summaries)
+        elapsed_s = time.monotonic() - self._began
+        write_results(
+            self._folder.path, about=self._about(), version=_MODEL_VERSION, elapsed_s=elapsed_s, summaries=summaries
+        )
         assert self._begun is not None, "something was played"
         write_page(self._folder.path, f"Evaluation of {self._begun.model_name}", self._sets, self._outcomes)
         lines = [
@@ -300,7 +319,8 @@ class _Evaluating:
         for outcome in self._kept:
             progress.add(outcome)
         samples = await asyncio.to_thread(SamplesFile, self._folder.path / SAMPLES_FILE, self._kept)
-        (self._folder.path / RESULTS_FILE).unlink(missing_ok=True)
+        for name in (RESULTS_FILE, EVALUATIONS_FILE):
+            (self._folder.path / name).unlink(missing_ok=True)
         writing = asyncio.Lock()
 
         async def keep(outcome: PlayedPrompt) -> None:
@@ -354,7 +374,6 @@ class _Evaluating:
         return {
             "model": self._begun.model_name,
             "started_at": self._begun.started_at,
-            "elapsed_s": round(time.monotonic() - self._began, 1),
             "num_prompts_played_before": len(self._kept),
             "penstock": self._begun.penstock,
         }

@@ -13,6 +13,8 @@ from penstock.records.codec import decode
 from penstock.runtime.process import end_task
 from services.trainer.evaluation.evaluation import Evaluation, OnPlayed
 from services.trainer.evaluation.sets import EvaluationSet
+from services.trainer.telemetry.episodes.evaluated import keeping
+from services.trainer.telemetry.episodes.log import EpisodeLog
 
 _CONSUMER = "evaluation"
 _ACK_WAIT_S = 60.0
@@ -27,6 +29,7 @@ async def play_on_bus(
     version: int,
     on_played: OnPlayed,
     played: Collection[tuple[str, int]] = (),
+    episodes: EpisodeLog | None = None,
 ) -> None:
     """Play every row of `sets` and return when each has an outcome.
 
@@ -36,6 +39,7 @@ async def play_on_bus(
         version: The policy version that the engines serve.
         on_played: Awaited with each row's outcome.
         played: Rows to leave out, by set and number.
+        episodes: Keeps groups for people to read; None: none are kept.
 
     Raises:
         DataError: a row cannot be read or sent, or no row of a set can be played.
@@ -63,6 +67,7 @@ async def play_on_bus(
             on_played=on_played,
             has_received_all=has_received_all,
             played=played,
+            on_group=None if episodes is None else keeping(episodes, sets, images, step=0, version=version),
         )
         async with asyncio.TaskGroup() as tasks:
             collecting = tasks.create_task(_collect(consumer, evaluation))

@@ -9,40 +9,35 @@ it (docs/adr/0017); otherwise the loop publishes nothing before `evaluate` has r
 """
 
 import asyncio
-import json
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 import structlog
 
 from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore
-from penstock.errors import MissingImageError, UnavailableError
 from penstock.records import Group, GroupId
 from penstock.runtime.process import completed
 from penstock.telemetry.json_lines import JsonLinesFollower, append_lines
 from services.trainer.evaluation.config import EvaluationConfig
-from services.trainer.evaluation.evaluation import Evaluation, OnGroup
+from services.trainer.evaluation.evaluation import Evaluation
 from services.trainer.evaluation.holding import Interrupted, ReplicaHolding, find_interrupted, folder_of
 from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
 from services.trainer.evaluation.outcome import PlayedPrompt
-from services.trainer.evaluation.report import SAMPLES_FILE, SamplesFile
+from services.trainer.evaluation.report import EVALUATIONS_FILE, SAMPLES_FILE, SamplesFile, evaluation_line
 from services.trainer.evaluation.samples_page import write_page
 from services.trainer.evaluation.sets import EvaluationSet
 from services.trainer.evaluation.summary import Summary, summarize
-from services.trainer.telemetry.episodes.log import EpisodeLog, EvaluatedRow
+from services.trainer.telemetry.episodes.evaluated import keeping
+from services.trainer.telemetry.episodes.log import EpisodeLog
 from services.trainer.telemetry.metrics_log import keep_steps
 from services.trainer.telemetry.prometheus import EVALUATION_SCORE
 from services.trainer.telemetry.trackers import Trackers
 from services.trainer.weight_sync.held_out.hold_out import HoldOut
 
 log = structlog.get_logger()
-
-EVALUATIONS_FILE: Final = "evaluations.jsonl"
 
 
 class Evaluator:
@@ -231,7 +226,9 @@ class Evaluator:
                 has_received_all=has_received_all,
                 played={(each.set_name, each.row) for each in played},
                 num_slots=None if hold_out is None else hold_out.num_slots,
-                on_group=self._keeping(self._episodes, step, version) if self._episodes is not None else None,
+                on_group=None
+                if self._episodes is None
+                else keeping(self._episodes, self._sets, self._images, step=step, version=version),
             )
             try:
                 await self._current.run()
@@ -247,28 +244,6 @@ class Evaluator:
         if hold_out is not None:
             assert self._holding is not None
             await self._holding.end(step)
-
-    def _keeping(self, episodes: EpisodeLog, step: int, version: int) -> OnGroup:
-        """Return what keeps groups of the evaluation of `step` in `episodes`."""
-
-        async def keep(set_name: str, number: int, group: Group) -> None:
-            each = self._sets[set_name]
-            row = EvaluatedRow(set_name=set_name, row=number, num_rows=len(each), read=each.__getitem__)
-            reason = episodes.why_keep_evaluated(step, row, group, pass_score=each.config.pass_score)
-            if reason is not None:
-                images = await self._fetch_images(group)
-                episodes.keep_evaluated(reason, step, version, row, group, images)
-
-        return keep
-
-    async def _fetch_images(self, group: Group) -> dict[str, bytes]:
-        """Return the images of a group's samples that can be fetched now; the evaluation waits for none."""
-        images: dict[str, bytes] = {}
-        with suppress(UnavailableError):
-            for sha256 in sorted(group.images):
-                with suppress(MissingImageError):
-                    images[sha256] = await self._images.get(group.id.scope, sha256)
-        return images
 
     async def receive(self, group: Group) -> None:
         """Take a group of an evaluation; ignore one that is no longer awaited.
@@ -298,14 +273,8 @@ class Evaluator:
         summaries: Mapping[str, Summary],
         hold_out: HoldOut | None,
     ) -> None:
-        row = {
-            "step": step,
-            "policy_version": version,
-            "elapsed_s": round(elapsed_s, 3),
-            "num_held_out_replicas": 0 if hold_out is None else len(hold_out.replica_ids),
-            "sets": {name: each.as_json() for name, each in summaries.items()},
-        }
-        line = (json.dumps(row) + "\n").encode()
+        num_held_out = 0 if hold_out is None else len(hold_out.replica_ids)
+        line = evaluation_line(step, version, elapsed_s=elapsed_s, num_held_out=num_held_out, summaries=summaries)
         await asyncio.to_thread(append_lines, self._folder / EVALUATIONS_FILE, line, is_synced=True)
         self._done.add(step)
         for name, each in summaries.items():

@@ -15,6 +15,7 @@ from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.summary import Summary
 
 RESULTS_FILE: Final = "evaluation.json"
+EVALUATIONS_FILE: Final = "evaluations.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
 _HEAD = ("set", "prompts", "n", "score", "pass@n", "maj@n", "cut", "no answer", "tokens")
 
@@ -50,16 +51,48 @@ def read_samples(path: Path) -> list[PlayedPrompt]:
     return outcomes
 
 
-def write_results(folder: Path, *, about: Mapping[str, Any], summaries: Mapping[str, Summary]) -> None:
-    """Write evaluation.json; the file is complete or absent.
+def write_results(
+    folder: Path, *, about: Mapping[str, Any], version: int, elapsed_s: float, summaries: Mapping[str, Summary]
+) -> None:
+    """Write evaluation.json, and evaluations.jsonl for `penstock view`; each file is complete or absent.
 
     Args:
         folder: The run folder.
         about: What was evaluated.
+        version: The policy version that played.
+        elapsed_s: Seconds that it took.
         summaries: Summaries by set.
     """
-    content = {**about, "sets": {name: each.as_json() for name, each in summaries.items()}}
+    content = {**about, "elapsed_s": round(elapsed_s, 1), "sets": _sets(summaries)}
     write_atomically(folder / RESULTS_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    line = evaluation_line(0, version, elapsed_s=elapsed_s, num_held_out=0, summaries=summaries)
+    write_atomically(folder / EVALUATIONS_FILE, line)
+
+
+def evaluation_line(
+    step: int, version: int, *, elapsed_s: float, num_held_out: int, summaries: Mapping[str, Summary]
+) -> bytes:
+    """Return the line of evaluations.jsonl of an evaluation.
+
+    Args:
+        step: Optimizer steps taken to reach the weights.
+        version: Their version.
+        elapsed_s: Seconds that it took.
+        num_held_out: Replicas that were held out for it.
+        summaries: Summaries by set.
+    """
+    row = {
+        "step": step,
+        "policy_version": version,
+        "elapsed_s": round(elapsed_s, 3),
+        "num_held_out_replicas": num_held_out,
+        "sets": _sets(summaries),
+    }
+    return (json.dumps(row) + "\n").encode()
+
+
+def _sets(summaries: Mapping[str, Summary]) -> dict[str, Any]:
+    return {name: each.as_json() for name, each in summaries.items()}
 
 
 def describe(summaries: Mapping[str, Summary]) -> list[str]:

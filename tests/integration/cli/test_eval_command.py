@@ -30,6 +30,7 @@ from services.reward.config import RewardConfig
 from services.rollout.testing.engine_process import START_TIMEOUT_S
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.evaluation.openai_server import read_api_key
+from services.view.run_reader import RunReader
 from services.view.trace_reader import TraceReader
 from tests.support.openai_api import serving_api
 
@@ -96,7 +97,7 @@ async def all_up(command: asyncio.subprocess.Process) -> None:
 
 
 async def test_a_whole_evaluation(recipe: Path, engine: SimulatedEngine) -> None:
-    """Table, files, trace and exit code; the numbers are those of the answers."""
+    """Table, files, trace, kept groups and exit code; the numbers are those of the answers."""
     async with evaluating(recipe) as command:
         out, err = await finished(command)
     assert (command.returncode, err) == (0, ""), out
@@ -118,6 +119,10 @@ async def test_a_whole_evaluation(recipe: Path, engine: SimulatedEngine) -> None
     assert names["worker-0"] >= {"group.queued", "episode", "turn", "verify"}
     assert (names["router"], names["reward"]) == ({"route.queued", "route.attempt"}, {"judged"})
     assert names["launcher"] == {"process", "process.starting"}
+    run = RunReader(folder)
+    assert {(each["source"], each["row"]) for each in run.episodes()} == {("eval/four", row) for row in range(4)}
+    [evaluation] = run.evaluations()
+    assert (evaluation["step"], evaluation["sets"]["four"]["score"]["value"]) == (0, 0.75)
 
 
 @pytest.mark.parametrize("column", ["", "env"])

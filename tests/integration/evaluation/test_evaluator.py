@@ -22,8 +22,9 @@ from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.simulated_replica import weights_of
 from services.trainer.data.config import DataConfig
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
-from services.trainer.evaluation.evaluator import EVALUATIONS_FILE, Evaluator
+from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.evaluation.holding import Interrupted, folder_of
+from services.trainer.evaluation.report import EVALUATIONS_FILE
 from services.trainer.evaluation.sets import open_sets
 from services.trainer.position import Position
 from services.trainer.telemetry.episodes.config import EpisodesConfig

@@ -31,6 +31,9 @@ from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetCo
 from services.trainer.evaluation.evaluation import Evaluation
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
+from services.trainer.telemetry.episodes.config import EpisodesConfig
+from services.trainer.telemetry.episodes.evaluated import log_of_evaluation
+from services.view.run_reader import RunReader
 from tests.support.trainer.data.pictures import png
 from tests.support.trainer.outcomes import appending_to
 from tests.support.waiting import promptly, until
@@ -92,6 +95,26 @@ async def test_every_row_has_one_outcome(bus: Bus, engine: SimulatedEngine, reci
     assert first.messages == [{"role": "user", "content": "<image>Find x."}]
     assert (first.samples[0].text, first.samples[0].extracted, first.samples[0].finish_reason) == (ANSWER, "3", "stop")
     assert {request.sampling.temperature for request in engine.requests} == {0.0, 1.0}
+
+
+async def test_answers_are_kept_to_be_read_token_by_token(
+    bus: Bus, engine: SimulatedEngine, recipe: Recipe, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    """By a run's setting; `penstock view` finds them in the evaluation's folder, with the rows' pictures."""
+    sets = make_sets(tmp_path, ["3", "4"], samples_per_prompt=2)
+    async with (
+        working(recipe),
+        log_of_evaluation(tmp_path, EpisodesConfig(keep="all"), tiny_model_path, version=0) as episodes,
+    ):
+        await promptly(play_on_bus(sets, bus, version=0, on_played=appending_to([]), episodes=episodes))
+    reader = RunReader(tmp_path)
+    entries = sorted(reader.episodes(), key=lambda entry: int(entry["row"]))
+    about = [(each["outcome"], each["source"], each["row"], each["step"], each["version"]) for each in entries]
+    assert about == [("evaluated", "eval/s", row, 0, 0) for row in (0, 1)]
+    assert [each["rewards"] for each in entries] == [[1.0, 1.0], [0.0, 0.0]]
+    group = json.loads(reader.episode(entries[0]["number"]))
+    assert "".join(group["samples"][0]["sequences"][0]["texts"]) == f"{ANSWER}<|im_end|>"
+    assert reader.image(group["images"][0]) == png("red")
 
 
 async def test_what_cannot_be_judged_fails_alone(

@@ -8,7 +8,8 @@ import pytest
 
 from services.recipe import Recipe
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
-from services.trainer.evaluation.evaluator import EVALUATIONS_FILE, Evaluator
+from services.trainer.evaluation.evaluator import Evaluator
+from services.trainer.evaluation.report import EVALUATIONS_FILE
 
 NOBODY: Any = None
 DISCARDED_FILE = "evaluations-discarded.jsonl"

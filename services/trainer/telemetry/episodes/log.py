@@ -5,6 +5,7 @@ counted and not kept, and so are those that wait at the end and that the disk do
 disk is logged once, counted, and never reaches the run.
 """
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -120,7 +121,7 @@ class EpisodeLog:
         config: EpisodesConfig,
         position: Position,
         *,
-        dataset: Dataset,
+        dataset: Dataset | None,
         names: TokenNames,
         image_token_id: int | None = None,
         is_resumed: bool = True,
@@ -131,7 +132,7 @@ class EpisodeLog:
             run_folder: The run folder.
             config: What is kept.
             position: The run's position.
-            dataset: The data set from which the groups are played.
+            dataset: The data set from which the groups are played; None: only evaluated groups are kept.
             names: Returns the text of each token, for people; called in the thread that writes.
             image_token_id: The placeholder of an image; None if the model takes none.
             is_resumed: Whether there is a checkpoint. Without one the run starts over, and nothing kept before is its.
@@ -348,12 +349,16 @@ class EpisodeLog:
 
     def _origin(self, kept: _Kept) -> Origin:
         """Read the row that was played; it may have been changed since."""
+        read: Callable[[], Example]
         if kept.row is None:
+            assert self._dataset is not None, "the group is not of an evaluation"
             source, row = self._dataset.row_at(kept.group.id.index)
+            read = functools.partial(self._dataset.__getitem__, kept.group.id.index)
         else:
             source, row = f"eval/{kept.row.set_name}", kept.row.row
+            read = functools.partial(kept.row.read, row)
         try:
-            example = self._dataset[kept.group.id.index] if kept.row is None else kept.row.read(row)
+            example = read()
         except DataError:
             example = None
         return Origin(source=source, row=row, example=example)

@@ -33,7 +33,7 @@ export default {
     }));
     return [h("div", { class: "charts" }, charts), h("h2", {}, "All evaluations"),
       table(["step", "set", "score", "pass@n", "maj@n", "prompts", "cut off", "took"], cells),
-      h("p", { class: "faint" }, "A step leads to the answers that were kept; all are in evaluations/step-…/samples.jsonl in the run's folder.")];
+      h("p", { class: "faint" }, "A step leads to the answers that were kept; all are in samples.jsonl in the run's folder, those of evaluations during training in evaluations/step-….")];
   },
 };
 

@@ -21,7 +21,7 @@ from penstock.records.held_out_replicas import HELD_OUT_KEY, read_held_out_repli
 from penstock.records.published_version import POLICY_BUCKET
 from penstock.v1 import common_pb2, trainer_pb2
 from services.trainer.demonstrations.config import DemonstrationsConfig
-from services.trainer.evaluation.evaluator import EVALUATIONS_FILE
+from services.trainer.evaluation.report import EVALUATIONS_FILE
 from tests.support.waiting import until
 
 WITHIN_S = 300.0
