@@ -59,7 +59,8 @@ async function draw() {
   const mine = ++turn;
   const [name, query] = location.hash.slice(1).split("?");
   context.parameters = new URLSearchParams(query ?? "");
-  context.run = Math.min(Number(context.parameters.get("run") ?? 0) || 0, context.runs.length - 1);
+  const run = Number(context.parameters.get("run"));
+  context.run = Number.isInteger(run) && run > 0 ? Math.min(run, context.runs.length - 1) : 0;
   const page = PAGES[name || "curves"];
   seen = newsOf(page);
   isStale = false;

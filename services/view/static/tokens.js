@@ -11,21 +11,17 @@ const LINE_PX = 27;
 const CHARACTERS_A_LINE = 110;
 
 const VIEWS = [
-  ["dlogp", "trainer − engine", (token) => token.dlogp, (value, most) => diverging(value / most)],
+  ["dlogp", "trainer − engine", (token) => token.dlogp, (value, most) => diverging(value / (most || 1))],
   ["ratio", "ratio to the anchor", (token) => token.ratio, (value) => diverging(Math.log(value) / Math.log(2))],
   ["lag", "age in versions", (token) => token.lag, (value, most) => sequential(value / Math.max(1, most))],
-  ["advantages", "advantage", (token) => token.advantages, (value, most) => diverging(value / most)],
+  ["advantages", "advantage", (token) => token.advantages, (value, most) => diverging(value / (most || 1))],
   ["engine", "surprise of the engine", (token) => (token.engine === null ? null : -token.engine), (value) => sequential(value / 5)],
   ["entropy", "entropy", (token) => token.entropy, (value) => sequential(value / 3)],
 ];
 
 export function tokenView(context, prompt, sequence, version) {
   const tokens = readTokens(prompt, sequence, version);
-  const known = VIEWS.filter(([, , value]) => tokens.some((token) => value(token) !== null));
-  const asked = context.parameters.get("colour") ?? "dlogp";
-  const named = (wanted) => known.find(([name]) => name === wanted);
-  const view = named(asked) ?? named("engine") ?? known[0];
-  const most = view ? Math.max(1e-12, ...strongest(tokens, view[2])) : 1;
+  const { known, view, most } = viewOf(tokens, context.parameters.get("colour") ?? "dlogp");
   const hover = h("div", { class: "hover", "aria-live": "polite" }, h("span", { class: "faint" }, "Point at a token to see its numbers."));
   const box = h("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens; the arrow keys go from one to the next" });
   let chosen = null;
@@ -116,13 +112,13 @@ export function readTokens(prompt, sequence, version) {
 
 const NOTHING = { engine: null, logprob: null, ratio: null, correction: null, advantages: null, entropy: null, dlogp: null, lag: null, version: null };
 
-function strongest(tokens, value) {
-  let most = 0;
-  for (const token of tokens) {
-    const found = value(token);
-    if (found !== null && Math.abs(found) > most) most = Math.abs(found);
-  }
-  return [most];
+// The views for which the tokens have numbers, the one that is shown if `asked` is asked for, and its largest number by size.
+export function viewOf(tokens, asked) {
+  const known = VIEWS.filter(([, , value]) => tokens.some((token) => value(token) !== null));
+  const named = (wanted) => known.find(([name]) => name === wanted);
+  const view = named(asked) ?? named("engine") ?? known[0];
+  const sizes = view ? tokens.map((token) => Math.abs(view[2](token) ?? 0)) : [];
+  return { known, view, most: sizes.reduce((most, size) => (size > most ? size : most), 0) };
 }
 
 function element(token, place, view, most) {
@@ -145,9 +141,15 @@ function describe(token, place) {
   return facts;
 }
 
-function legend(view, most) {
-  const colours = [-1, -0.5, 0, 0.5, 1].map((value) => (["lag", "engine", "entropy"].includes(view[0]) ? sequential((value + 1) / 2) : diverging(value)));
-  const [low, high] = { ratio: ["½", "2"], lag: ["0", number(most)], engine: ["0", "5 nats"], entropy: ["0", "3 nats"] }[view[0]]
+// What the ends of a view's scale are, and its colours from one to the other.
+export function scaleOf([name], most) {
+  const colours = [-1, -0.5, 0, 0.5, 1].map((value) => (["lag", "engine", "entropy"].includes(name) ? sequential((value + 1) / 2) : diverging(value)));
+  const [low, high] = { ratio: ["½", "2"], lag: ["0", number(Math.max(1, most))], engine: ["0", "5 nats"], entropy: ["0", "3 nats"] }[name]
     ?? [number(-most, 2), number(most, 2)];
+  return { low, high, colours };
+}
+
+function legend(view, most) {
+  const { low, high, colours } = scaleOf(view, most);
   return h("span", { class: "legend" }, low, h("span", { class: "scale", style: { background: `linear-gradient(90deg, ${colours.join(",")})` } }), high);
 }

@@ -10,30 +10,17 @@ from starlette.testclient import TestClient
 from services.view.app import view_app
 from services.view.run_reader import RunReader
 from tests.support.view_runs import column, make_run
-from tests.support.view_scripts import ViewScripts
+from tests.support.view_scripts import DOCUMENT, ViewScripts
 
-_DRAW = """
-    class Element {
-        childNodes = [];
-        style = { setProperty() {}, removeProperty() {} };
-        constructor(tag) { this.tag = tag; }
-        setAttribute(name, value) { this[name] = value; }
-        addEventListener() {}
-        append(...children) { this.childNodes.push(...children); }
-        get textContent() {
-            const texts = this.childNodes.map((child) => child.textContent ?? child);
-            return this.tag === "img" ? `<${this.src}>` : texts.join("");
-        }
-    }
-    document.createElement = (tag) => new Element(tag);
-    globalThis.IntersectionObserver = class { observe() {} };
-    const draw = async (asked) => {
-        const context = { run: 0, parameters: { get: (name) => asked[name] ?? null }, link: () => "" };
+_DRAW = f"""
+    {DOCUMENT}
+    const draw = async (asked) => {{
+        const context = {{ run: 0, parameters: {{ get: (name) => asked[name] ?? null }}, link: () => "" }};
         const drawn = await load("pages/group.js").default.draw(context);
         return drawn.map((each) => each.textContent ?? String(each)).join("");
-    };
+    }};
 """
-"""A browser's document as far as the page needs it; `draw` returns the page's text."""
+"""`draw` returns the page's text."""
 
 
 @pytest.fixture(scope="module")

@@ -45,9 +45,9 @@ const link = (context, step, name) =>
   h("a", { href: context.link("samples", { outcome: "evaluated", step, sort: "reward", descending: "false" }), "aria-label": `step ${step}, ${name}` }, String(step));
 
 // The estimate of the largest k, which is n.
-const atMost = (estimates = {}) => estimates[Math.max(...Object.keys(estimates).map(Number))];
+export const atMost = (estimates = {}) => estimates[Math.max(...Object.keys(estimates).map(Number))];
 
-function estimate(value) {
+export function estimate(value) {
   if (!value) return "–";
   return `${value.value.toFixed(3)}${value.standard_error == null ? "" : ` ± ${value.standard_error.toFixed(3)}`}`;
 }

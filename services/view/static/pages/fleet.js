@@ -27,7 +27,8 @@ export default {
   },
 };
 
-function overview(fleet) {
+// What is known of all engines.
+export function overview(fleet) {
   const parts = [];
   if (fleet.num_replicas !== null) parts.push(`${fleet.num_replicas} ${fleet.num_replicas === 1 ? "replica" : "replicas"} at the last step`);
   if (fleet.published_version !== null) parts.push(`version ${fleet.published_version} was pushed last`);
@@ -48,7 +49,8 @@ const fixed = (value) => Number(value.toFixed(1));
 const bar = (share) => h("span", { class: "bar", role: "img", "aria-label": `${Math.round(100 * share)}% of the busiest` },
   h("i", { style: { width: `${100 * share}%` } }));
 
-function version(served, published) {
+// The version that an engine serves, and how far it is behind the one that was published last.
+export function version(served, published) {
   if (served === null) return "–";
   const behind = published === null ? 0 : published - served;
   return behind > 0 ? `${served} (${behind} behind)` : String(served);

@@ -11,11 +11,7 @@ export default {
     const all = await Promise.all(runs.map((run) => get(`api/runs/${run.number}/settings`)));
     const text = context.parameters.get("text") ?? "";
     const onlyDifferent = runs.length > 1 && context.parameters.get("all") !== "1";
-    const names = [...new Set(all.flatMap((settings) => Object.keys(settings)))].sort();
-    const shown = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
-    const rows = names.filter((name) => name.includes(text))
-      .filter((name) => !onlyDifferent || new Set(all.map((settings) => shown(settings[name]))).size > 1)
-      .map((name) => [h("code", {}, name), ...all.map((settings) => h("span", {}, shown(settings[name])))]);
+    const rows = matching(all, text, onlyDifferent).map(([name, ...values]) => [h("code", {}, name), ...values.map((value) => h("span", {}, value))]);
     const search = h("input", { type: "search", value: text, placeholder: "part of a name", "aria-label": "Search", onchange: () => context.go({ text: search.value }) });
     return [
       h("div", { class: "tools" }, search, runs.length > 1 ? h("button", { type: "button", "aria-pressed": String(onlyDifferent),
@@ -24,3 +20,11 @@ export default {
     ];
   },
 };
+
+// The settings of runs whose names have `text` in them, in order: each name with its value in every run, as it is shown.
+export function matching(all, text, onlyDifferent) {
+  const names = [...new Set(all.flatMap((settings) => Object.keys(settings)))].sort();
+  const shown = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
+  return names.filter((name) => name.includes(text)).map((name) => [name, ...all.map((settings) => shown(settings[name]))])
+    .filter(([, ...values]) => !onlyDifferent || new Set(values).size > 1);
+}
