@@ -123,7 +123,7 @@ async def test_tokens_without_gradient_are_dotted_and_those_of_others_pale(page_
         }
         assert styles == {
             "own": ["1", "none"],
-            "foreign": ["0.5", "none"],
+            "foreign": ["0.65", "none"],
             "untrained": ["1", "underline"],
             "last": ["1", "none"],
         }
