@@ -87,6 +87,11 @@ export function lanePlot(context, key, lanes) {
   const at = (event) => placed.find(({ left, right, top, bottom }) =>
     event.offsetX >= left - 1 && event.offsetX <= right + 1 && event.offsetY >= top && event.offsetY < bottom)?.bar;
   const open = (bar) => { if (bar?.target) context.go(bar.target, "group"); };
+  const point = (event) => {
+    const bar = at(event);
+    note.textContent = bar?.text ?? " ";
+    return bar;
+  };
   let drag = null;
   let hasMoved = false;
   view.surface.onpointermove = (event) => {
@@ -98,8 +103,7 @@ export function lanePlot(context, key, lanes) {
       hold();
       return;
     }
-    const bar = at(event);
-    note.textContent = bar?.text ?? " ";
+    const bar = point(event);
     view.surface.style.cursor = bar?.target ? "pointer" : "default";
   };
   view.surface.onpointerdown = (event) => {
@@ -108,7 +112,7 @@ export function lanePlot(context, key, lanes) {
     view.surface.setPointerCapture(event.pointerId);
   };
   view.surface.onpointerup = view.surface.onpointercancel = () => { drag = null; };
-  view.surface.onclick = (event) => { if (!hasMoved) open(at(event)); };
+  view.surface.onclick = (event) => { if (!hasMoved) open(point(event)); }; // a finger points by its tap
   const zoom = (middle, factor) => {
     [low, high] = zoomed(low, high, middle, factor);
     hold();
