@@ -1,6 +1,7 @@
 """The server that has nothing but /metrics, and the file that names it to Prometheus."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,34 @@ async def test_paths_of_callers_are_no_labels() -> None:
     assert 'penstock_http_requests_total{route="other",status="404"}' in page
     assert 'penstock_http_requests_total{route="/metrics",status="200"}' in page
     assert "made/up" not in page
+
+
+async def test_what_callers_make_up_is_no_label() -> None:
+    """Methods of HTTP, hosts, headers, queries, wrong tokens. Strangers are counted together, whatever they ask for."""
+    token = {"Authorization": f"Bearer {TOKEN}"}
+    async with (
+        serving(0, RunConfig(), NETWORK, Security(token=TOKEN)) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client,
+    ):
+        before = _http_labels((await client.get("/metrics", headers=token)).text)
+        for number in range(5):
+            name = f"invented{number}"
+            stranger = await client.get(f"/{name}", headers={"Authorization": f"Bearer {name}", "X-Name": name})
+            assert stranger.status_code == 401
+            assert (await client.request(name.upper(), "/metrics", headers=token)).status_code == 400
+            assert (await client.request("PROPFIND", "/metrics", headers=token)).status_code == 405
+            await client.get(f"/metrics?name={name}", headers=token | {"Host": name, "User-Agent": name})
+        page = (await client.get("/metrics", headers=token)).text
+    assert "invented" not in page.lower()
+    assert "PROPFIND" not in page
+    routes = {route for route, _ in _http_labels(page) - before}
+    assert routes <= {"refused", "other", "/metrics"}
+    assert ("refused", "401") in _http_labels(page)
+
+
+def _http_labels(page: str) -> set[tuple[str, str]]:
+    """Routes and statuses that have been counted."""
+    return set(re.findall(r'penstock_http_requests_total{route="([^"]*)",status="([^"]*)"}', page))
 
 
 async def test_a_process_names_its_port_beside_the_run_s_folder(run: RunConfig, tmp_path: Path) -> None:

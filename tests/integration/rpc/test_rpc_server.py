@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -315,3 +316,17 @@ async def test_a_stranger_s_methods_are_no_labels() -> None:
     await server.drain(0.0)
     assert await counted(code="UNAUTHENTICATED", method="refused") == before + 2
     assert "made.up" not in (await metrics.page()).decode()
+
+
+async def test_methods_that_are_not_served_are_no_labels() -> None:
+    """A caller with access may name any method, too: those that nobody serves are neither counted nor timed."""
+    made_up = [f"/made.up.Service/{number}" for number in range(3)] + [f"/{NAME}/MadeUp", "/made up"]
+    async with serving() as (_, channel):
+        await list_replicas(channel)
+        for name in made_up:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(name, bytes, bytes)(b"", timeout=HANG_S)
+            assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    methods = set(re.findall(r'penstock_rpc_\w+{.*method="([^"]*)"', (await metrics.page()).decode()))
+    assert f"/{NAME}/ListReplicas" in methods
+    assert not any("made" in method or "MadeUp" in method for method in methods)

@@ -1,14 +1,20 @@
 """The service without its frontends: what one item's fault does to the others."""
 
+import dataclasses
+import re
+
 import pydantic
 import pytest
 
+from penstock.errors import InvalidRequestError
+from penstock.telemetry import metrics
 from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.tasks import Task, WorkerReply
 from services.reward.item import Item
 from services.reward.profiles.profile import Decision, Profile, Scoring
+from services.reward.verdict import Method
 from services.reward.verifier import Verifier
 from services.rollout.worker.answer_verifier import _VERIFY_TIMEOUT_S
 
@@ -29,6 +35,24 @@ async def test_a_profile_that_crashes_costs_its_item_only(capsys: pytest.Capture
     logged = capsys.readouterr().out
     assert "profile.crashed" in logged
     assert "RecursionError" in logged
+
+
+async def test_profiles_that_callers_make_up_are_no_labels() -> None:
+    """Each label is a time series; one that no profile has is refused before anything is counted."""
+    verifier = Verifier(RewardConfig(), WorkerPool(num_workers=1, memory_limit_bytes=2**28, recycle_after=1))
+    right = Item(golds=["5"], response=r"\boxed{5}", profile="math")
+    for name in ("made_up", "made_up_2", "MATH", "", 'math",status="OK'):
+        with pytest.raises(InvalidRequestError, match="is unknown"):
+            await verifier.verify([right, dataclasses.replace(right, profile=name)])
+    await verifier.verify([right, dataclasses.replace(right, response="made up", profile="geo3k")])
+    found = re.findall(
+        r'penstock_reward_items_total{method="(.*)",profile="(.*)",status="(.*)"}', (await metrics.page()).decode()
+    )
+    known = ({*Method}, {*verifier.profiles, "crashing", "mine"}, {*Status})
+    assert {("EXACT", "math", "OK"), ("UNSPECIFIED", "geo3k", "NO_ANSWER")} <= {*found}
+    assert [set(values) - allowed for values, allowed in zip(zip(*found, strict=True), known, strict=True)] == [
+        set()
+    ] * 3
 
 
 class _Deadlines(WorkerPool):

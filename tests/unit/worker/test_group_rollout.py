@@ -2,15 +2,18 @@
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 import pytest
 
 from penstock.errors import InvalidRequestError, PenstockError, PoisonError, UnavailableError
 from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart, text_for_verifiers
+from penstock.telemetry import metrics
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
+from penstock.verdict_status import Status
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.closings import Closings
 from services.rollout.worker.episodes.episode import Ending, Episode
@@ -219,6 +222,19 @@ async def test_a_verdict_without_status_fails_the_group() -> None:
     """An unset field is never taken for a zero."""
     with pytest.raises(PenstockError, match="status UNSPECIFIED"):
         await make_player(with_status(reward_pb2.VERDICT_STATUS_UNSPECIFIED)).play(PROMPT, Closings())
+
+
+async def test_endings_and_statuses_that_are_counted_are_known_ones() -> None:
+    """Each label is a time series. A status that a newer reward service may give fails the group instead."""
+    endings = ScriptedEpisodes({0: "broken", 1: "cut", 2: "ended"})
+    await make_player(with_status(reward_pb2.VERDICT_STATUS_OK), endings).play(PROMPT, Closings())
+    with pytest.raises(PenstockError, match="status 77, which is unknown"):
+        await make_player(with_status(77)).play(PROMPT, Closings())
+    page = (await metrics.page()).decode()
+    ends = set(re.findall(r'penstock_worker_samples_total{end="(.*)"}', page))
+    statuses = set(re.findall(r'penstock_worker_verdicts_total{status="(.*)"}', page))
+    assert {"error", "length", "environment"} <= ends <= set(get_args(Ending))
+    assert {"OK", "FAILED"} <= statuses <= {*Status}
 
 
 async def test_a_sample_that_its_environment_failed_is_unjudged_and_the_others_count() -> None:

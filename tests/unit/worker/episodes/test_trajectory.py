@@ -66,6 +66,7 @@ def test_only_the_policys_own_tokens_carry_mask_logprobs_and_versions() -> None:
         ({"output_ids": [10, 366, 12]}, r"ids \[366\] may never be sampled"),
         ({"version_spans": [common_pb2.VersionSpan(num_tokens=3, policy_version=3)]}, "version 3, but at least 4"),
         ({"finish_reason": generate_pb2.FINISH_REASON_UNSPECIFIED}, "finish reason"),
+        ({"finish_reason": 77}, "finish reason 77"),
     ],
 )
 def test_an_answer_that_breaks_the_contract_is_refused(changes: dict[str, Any], reason: str) -> None:
