@@ -128,7 +128,7 @@ test-trackers: setup ## Read back what SwanLab and Trackio stored, the real pack
 	@$(BIN)/pytest tests/integration/trainer/run_trackers.py $(ARGS)
 
 # Chromium is Debian's; playwright brings none.
-test-browser: setup ## Use `penstock view` in a real Chromium; needs the package chromium, fetches playwright into .clients, 160 MB.
+test-browser: setup ## Use `penstock view` in a real Chromium, on made runs and one that it trains; needs the package chromium, fetches playwright into .clients, 160 MB.
 	@command -v chromium > /dev/null || { echo "chromium is missing: apt-get install chromium"; exit 1; }
 	$(UV) pip install --quiet --python $(BIN)/python --target .clients/playwright --requirement tests/browser/playwright.txt
 	@PYTHONPATH=.clients/playwright $(BIN)/pytest tests/browser/run_*.py -p no:randomly $(ARGS)
