@@ -23,8 +23,10 @@ async def served(runs: list[Path]) -> AsyncIterator[str]:
     app = view_app([RunReader(folder) for folder in runs])
     server = HttpServer(app, host="127.0.0.1", port=0, security=Security(token="secret"), wrap=SignIn)
     await server.start()
-    yield f"{server.url}/?token=secret"
-    await server.drain(1.0)
+    try:
+        yield f"{server.url}/?token=secret"
+    finally:
+        await server.drain(1.0)
 
 
 @asynccontextmanager
@@ -37,7 +39,7 @@ async def opened(browser: Browser, url: str, *, own: str = "http://127.0.0.1:") 
     page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
     page.on("request", lambda request: None if request.url.startswith((own, "data:")) else wrong.append(request.url))
     await page.goto(url)
-    await expect(page.locator("h1")).to_have_text("Curves")
+    await expect(page.locator("h1")).to_have_text("Curves", timeout=30_000)  # a busy machine's first answers
     await page.evaluate("() => { window.clicks = 0; addEventListener('click', () => { clicks += 1; }, true); }")
     yield page
     await context.close()
