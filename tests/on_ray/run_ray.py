@@ -90,16 +90,17 @@ def test_a_run_loses_a_host_and_gains_processes(tmp_path: Path, nodes: Nodes) ->
     """The host of the trainer dies, with all that runs there: the run goes on elsewhere, engines and a worker join and
     leave, and each group is trained once. Logs, spans and samples are in the run folder."""
     num_steps = 100
-    settings = overrides(tmp_path, rollout__replicas=2, trainer__num_steps=num_steps)
+    settings = overrides(tmp_path, rollout__replicas=3, trainer__num_steps=num_steps)
     with started(tmp_path, str(RECIPE), *settings, *on_ray(nodes)) as train:
         train.wait_for_step(3, timeout_s=300)
         before = placed(train.folder)
-        assert {"nats", "router", "reward", "rollout-0", "rollout-1", "trainer", "worker-0"} == set(before)
+        engines = {f"rollout-{number}": 1 for number in range(3)}
+        assert {"nats", "router", "reward", *engines, "trainer", "worker-0"} == set(before)
         assert {before[name]["node"] for name in ("nats", "router", "reward")} == {nodes.head}
         assert before["trainer"]["node"] != nodes.head
-        require_own_gpus(before, {"rollout-0": 1, "rollout-1": 1, "trainer": 1})
+        require_own_gpus(before, engines | {"trainer": 1})
         victims = [name for name, each in before.items() if each["node"] == before["trainer"]["node"]]
-        assert any(name.startswith(("rollout", "worker")) for name in victims), before
+        assert engines.keys() & {*victims}, "the run has all four GPUs of both hosts"
         nodes.kill(before["trainer"]["node"])
         wait_until(lambda: not any(is_alive(before[name]["pid"]) for name in victims))
         assert not [name for name in victims if is_alive(before[name]["pid"])]
@@ -107,20 +108,20 @@ def test_a_run_loses_a_host_and_gains_processes(tmp_path: Path, nodes: Nodes) ->
         train.wait_for_step(7, timeout_s=400)
         now = placed(train.folder)
         assert all(now[name]["pid"] != before[name]["pid"] for name in victims)
-        train.wait_until(lambda: train.rows()[-1]["num_replicas"] == 2, "two engines", 200)
-        require_own_gpus(placed(train.folder), {"rollout-0": 1, "rollout-1": 1, "trainer": 1})
-        more = penstock("scale", train.folder, "rollout=3")
-        assert more.returncode == 0, more.stderr
-        assert more.stdout == "starting rollout-2\n"
         train.wait_until(lambda: train.rows()[-1]["num_replicas"] == 3, "three engines", 200)
-        require_own_gpus(placed(train.folder), {"rollout-0": 1, "rollout-1": 1, "rollout-2": 1, "trainer": 1})
+        require_own_gpus(placed(train.folder), engines | {"trainer": 1})
+        more = penstock("scale", train.folder, "rollout=4")
+        assert more.returncode == 0, more.stderr
+        assert more.stdout == "starting rollout-3\n"
+        train.wait_until(lambda: train.rows()[-1]["num_replicas"] == 4, "four engines", 200)
+        require_own_gpus(placed(train.folder), engines | {"rollout-3": 1, "trainer": 1})
         more = penstock("scale", train.folder, "worker=2")
         assert more.stdout == "starting worker-1\n", more.stderr
         train.wait_until(lambda: "worker-1" in placed(train.folder), "a second worker", 200)
         fewer = penstock("scale", train.folder, "worker=1")
         assert fewer.stdout == "ending worker-1\n", fewer.stderr
         fewer = penstock("scale", train.folder, "rollout=1")
-        assert fewer.stdout == "ending rollout-1, rollout-2\n", fewer.stderr
+        assert fewer.stdout == "ending rollout-1, rollout-2, rollout-3\n", fewer.stderr
         assert train.wait(400) == 0, train.tail()
         assert_nothing_was_lost(train.rows(), num_steps)
         assert train.rows()[-1]["num_replicas"] == 1
@@ -131,7 +132,7 @@ def test_a_run_loses_a_host_and_gains_processes(tmp_path: Path, nodes: Nodes) ->
         assert all(name in spans for name in ("trainer", "worker-0", "rollout-0", "launcher"))
         assert (train.folder / "episodes/index.jsonl").read_text()
         said = train.output.read_text()
-        assert "scale: ending rollout-1, rollout-2" in said
+        assert "scale: ending rollout-1, rollout-2, rollout-3" in said
         assert "worker-1 has left the run" in said
         assert "did not stop" not in said
 
