@@ -198,10 +198,12 @@ def test_a_host_that_does_not_see_the_run_folder_is_named(tmp_path: Path, nodes:
     runs.mkdir()
     blind = nodes.add(num_gpus=6, hidden=runs)
     wanted = ["train", RECIPE, f"--run.dir={runs}", *on_ray(nodes), "--rollout.replicas=1"]
-    planned = penstock(*wanted, "--dry-run")
+    try:
+        planned = penstock(*wanted, "--dry-run")
+        refused = penstock(*wanted, "--trainer.ranks=6")
+    finally:
+        nodes.kill(blind)
     assert planned.stdout.count("does not see the run folder: no trainer there") == 1, planned.stdout
-    refused = penstock(*wanted, "--trainer.ranks=6")
-    nodes.kill(blind)
     assert refused.returncode == 2
     said = re.search(
         r"trainer\.ranks = 6 needs 6 GPUs of one host .* with it: (.*?); GPUs by host: (.*?);", refused.stderr
