@@ -43,7 +43,7 @@ def timeline_of(spans: Iterable[Span], index: Sequence[Mapping[str, Any]], *, mo
 
 
 def _is_drawn(span: Span) -> bool:
-    return span.name in _DRAWN or (span.name in _DRAWN_IF_FAILED and "error" in span.attributes)
+    return span.name in _DRAWN or (span.name in _DRAWN_IF_FAILED and bool(span.attributes.get("error")))
 
 
 def _describe(span: Span, numbers: Mapping[tuple[str, int], int]) -> dict[str, Any]:

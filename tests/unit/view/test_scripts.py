@@ -185,6 +185,12 @@ def test_curves_of_runs_go_on_over_the_places_of_others(scripts: ViewScripts) ->
     assert scripts.call("pages/curves.js", "metrics", [{**one, "rows": [{"step": 1}]}], "time", 0)["x"] == []
 
 
+def test_only_numbers_are_offered_as_curves(scripts: ViewScripts) -> None:
+    """Not the time of a step, or the replica that was paused longest; a number that was not measured at the end is."""
+    rows = [{"step": 3, "time": "2026-11-30", "push_pause_max_replica": "r1", "groups": [1]}, {"step": 3, "mfu": None}]
+    assert scripts.call("pages/curves.js", "numericNames", rows) == ["mfu", "step"]
+
+
 def test_supervised_training_has_a_loss_in_place_of_a_reward(scripts: ViewScripts) -> None:
     """And neither staleness nor evaluations, which their pages say; the losses of its validations are in a file."""
     supervised = [{"step": 1, "loss": 1.5, "grad_norm": 3.0}]

@@ -56,6 +56,7 @@ def test_stages_of_pushes_are_drawn_as_engines_saw_them() -> None:
         _span("push.received", **stage),
         _span("push.stage", **stage, replica="engine-1"),
         _span("push.stage", **stage, replica="engine-2", error="exceeded its deadline"),
+        _span("push.stage", **stage, replica="engine-3", error=""),  # the run ended meanwhile
     ]
     drawn = timeline_of(spans, [])["spans"]
     about = [{key: each.get(key) for key in ("name", "stage", "version", "replica", "error")} for each in drawn]

@@ -81,7 +81,7 @@ function chosenRuns(context) {
 const labelOf = (axis) => (axis === "time" ? "hours" : "step");
 
 function tools(context, axis, weight, extra, chosen, about, links, zoom) {
-  const names = [...new Set(chosen.flatMap((number) => Object.keys(context.steps[number].rows.at(-1) ?? {})))].sort();
+  const names = numericNames(chosen.map((number) => context.steps[number].rows.at(-1) ?? {}));
   const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight,
     onchange: () => context.go({ smooth: slider.value }) });
   const compare = context.runs.filter((run) => run.number !== context.run).map((run) => {
@@ -127,6 +127,12 @@ function withStart({ rows, evaluations }) {
 export function namesOf(title, names, rows) {
   const wanted = title === "Reward" ? [rewardOf(rows)] : title === "Loss" && !isSupervised(rows) ? [] : names;
   return wanted.filter((name) => rows.some((row) => typeof row[name] === "number"));
+}
+
+// What a curve can show of rows: a number, or null where nothing was measured. Times and replicas have names.
+export function numericNames(rows) {
+  const isNumeric = ([, value]) => value === null || typeof value === "number";
+  return [...new Set(rows.flatMap((row) => Object.entries(row).filter(isNumeric).map(([name]) => name)))].sort();
 }
 
 // With filters the batch's own mean says little: they keep it away from 0 and 1.
