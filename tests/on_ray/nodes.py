@@ -36,8 +36,8 @@ class Nodes:
         environment: dict[str, str] | None = None,
         hidden: Path | None = None,
     ) -> str:
-        """Add a node and return its id; `environment` is that of its processes, and they do not see what is in the
-        folder `hidden`, which needs root."""
+        """Add a node and return its id; `environment` is that of its processes. They do not see what is in the folder
+        `hidden`, and neither do those of nodes that are added later; it needs root."""
         self._num_nodes += 1
         options: dict[str, Any] = {
             "num_gpus": num_gpus,

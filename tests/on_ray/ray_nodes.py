@@ -4,14 +4,12 @@ Each line of standard input is one command, answered by one line: {"add": {...},
 node's id, {"kill": id} when nothing of the node is left. The cluster ends with the input.
 """
 
-import contextlib
 import ctypes
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from ray.cluster_utils import Cluster
@@ -36,32 +34,24 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if "add" in command:
-            with without(command["hidden"]):
-                say({"node": add(command["add"])})
+            if command["hidden"] is not None:
+                hide(command["hidden"])
+            say({"node": add(command["add"])})
         else:
             cluster.remove_node(nodes.pop(command["kill"]), allow_graceful=False)
             say({})
     cluster.shutdown()
 
 
-@contextlib.contextmanager
-def without(folder: str | None) -> Iterator[None]:
-    """What is started during the context has mounts of its own, in which `folder` is empty; as before if it is None."""
-    if folder is None:
-        yield
-        return
-    before, working_folder = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY), os.getcwd()
+def hide(folder: str) -> None:
+    """Give what this process starts from now on mounts of its own, in which `folder` is empty.
+
+    There is no way back: Ray's threads share this one's root, and then Linux lets none return.
+    """
     if _LIBC.unshare(_CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWNS)")
-    try:
-        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-        subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
-        yield
-    finally:
-        if _LIBC.setns(before, _CLONE_NEWNS) != 0:
-            raise OSError(ctypes.get_errno(), "setns(CLONE_NEWNS)")
-        os.chdir(working_folder)  # setns leaves it at the root
-        os.close(before)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
 
 
 def say(answer: dict[str, Any]) -> None:
