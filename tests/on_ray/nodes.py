@@ -51,7 +51,7 @@ class Nodes:
         return str(self._ask({"add": options, "hidden": None if hidden is None else str(hidden)})["node"])
 
     def kill(self, node_id: str) -> None:
-        """Kill a node's raylet, as if its host died."""
+        """Kill a node's raylet, as if its host died, and wait until Ray has noticed."""
         self._ask({"kill": node_id})
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:

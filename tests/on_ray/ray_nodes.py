@@ -1,7 +1,7 @@
 """A real Ray cluster whose nodes come and go, in a process of its own: `python ray_nodes.py <JSON of the head node>`.
 
 Each line of standard input is one command, answered by one line: {"add": {...}, "hidden": folder or null} with the
-node's id, {"kill": id} when nothing of the node is left. The cluster ends with the input.
+node's id, {"kill": id} when nothing of the node is left and Ray lists it no longer. The cluster ends with the input.
 """
 
 import ctypes
@@ -16,6 +16,8 @@ from ray.cluster_utils import Cluster
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS = 0x20000
+_NOTICED_S = 120.0
+"""Ray asks after a node every few seconds, and takes it for dead when several answers are missing."""
 
 
 def main() -> None:
@@ -39,6 +41,7 @@ def main() -> None:
             say({"node": add(command["add"])})
         else:
             cluster.remove_node(nodes.pop(command["kill"]), allow_graceful=False)
+            cluster.wait_for_nodes(timeout=_NOTICED_S)
             say({})
     cluster.shutdown()
 
