@@ -50,6 +50,7 @@ async def play_on_bus(
     await images.ensure()
     for stream in (bus.prompts, bus.groups):
         await bus.purge(stream)
+    epoch = uuid.uuid4().hex[:8]
     async with consuming(
         bus, bus.groups, _CONSUMER, ack_wait_s=_ACK_WAIT_S, max_ack_pending=_MAX_IN_HAND, fresh=True
     ) as consumer:
@@ -61,8 +62,8 @@ async def play_on_bus(
             sets,
             bus=bus,
             images=images,
-            run_id="evaluation",
-            epoch=uuid.uuid4().hex[:8],
+            run_id=f"evaluation-{epoch}",  # each start counts the rows that are left from 0
+            epoch=epoch,
             version=version,
             on_played=on_played,
             has_received_all=has_received_all,

@@ -117,6 +117,22 @@ async def test_answers_are_kept_to_be_read_token_by_token(
     assert reader.image(group["images"][0]) == png("red")
 
 
+async def test_groups_of_a_resumed_evaluation_have_identities_of_their_own(
+    bus: Bus, engine: SimulatedEngine, recipe: Recipe, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    """By which the timeline finds the group of a span."""
+    sets = make_sets(tmp_path, ["3", "4", "3"])
+    async with working(recipe):
+        for played in (frozenset[tuple[str, int]](), frozenset({("s", 1)})):
+            async with log_of_evaluation(tmp_path, EpisodesConfig(keep="all"), tiny_model_path, version=0) as episodes:
+                playing = play_on_bus(
+                    sets, bus, version=0, on_played=appending_to([]), played=played, episodes=episodes
+                )
+                await promptly(playing)
+    entries = RunReader(tmp_path).episodes()
+    assert len({(each["group"], each["attempt"]) for each in entries}) == len(entries)
+
+
 async def test_what_cannot_be_judged_fails_alone(
     bus: Bus, engine: SimulatedEngine, recipe: Recipe, tmp_path: Path
 ) -> None:
