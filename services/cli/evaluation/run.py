@@ -196,7 +196,11 @@ class _Evaluating:
                         connect(live.bus, run=live.run.name, security=self._security) as bus,
                         self._collecting_spans(bus),
                         log_of_evaluation(
-                            self._folder.path, self._recipe.episodes, model, version=_MODEL_VERSION
+                            self._folder.path,
+                            self._recipe.episodes,
+                            model,
+                            version=_MODEL_VERSION,
+                            played=self._played,
                         ) as episodes,
                     ):
                         await play_on_bus(

@@ -85,15 +85,25 @@ def has_steps(folder: Path) -> bool:
 
 
 def keep_steps(path: Path, *, last_step: int) -> None:
-    """Move the lines after a step, and one that a crash cut off, to the file's -discarded sibling.
+    """Move the lines after a step, and one that a crash cut off, to the file's -discarded sibling. Blocks.
 
     Args:
         path: A file of JSON objects with a `step`, one a line; it need not exist.
         last_step: The last step to keep.
     """
+    keep_lines(path, lambda row: _step_of(row) <= last_step)
+
+
+def keep_lines(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Move the lines that are not to be kept to the file's -discarded sibling. Blocks.
+
+    Args:
+        path: A file of JSON objects, one a line; it need not exist.
+        keep: Tells whether to keep the line of an object, which is empty for a line that a crash cut off.
+    """
     text = path.read_text(errors="replace") if path.exists() else ""
     lines = [line for line in text.split("\n") if line]  # not at other ends of lines, which strings may hold
-    is_kept = [_step_of(read_object(line)) <= last_step for line in lines]
+    is_kept = [keep(read_object(line)) for line in lines]
     if not all(is_kept):
         discarded = "".join(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if not kept)
         append_lines(path.with_name(f"{path.stem}-discarded.jsonl"), discarded.encode())

@@ -265,6 +265,7 @@ async def test_an_evaluation_with_engines_goes_on(recipe: Path, engine: Simulate
     results = json.loads((folder / "evaluation.json").read_text())
     assert (results["num_prompts_played_before"], results["sets"]["four"]["score"]["value"]) == (1, 0.75)
     assert (folder / "samples.jsonl").read_text().splitlines()[0] == kept
+    assert sorted(each["row"] for each in RunReader(folder).episodes()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

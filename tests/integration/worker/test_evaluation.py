@@ -117,20 +117,26 @@ async def test_answers_are_kept_to_be_read_token_by_token(
     assert reader.image(group["images"][0]) == png("red")
 
 
-async def test_groups_of_a_resumed_evaluation_have_identities_of_their_own(
+async def test_a_resumed_evaluation_keeps_each_row_once(
     bus: Bus, engine: SimulatedEngine, recipe: Recipe, tmp_path: Path, tiny_model_path: Path
 ) -> None:
-    """By which the timeline finds the group of a span."""
+    """Of a row that is played again, the group that counts, under a new number; all groups have identities of their
+    own, by which the timeline finds the group of a span."""
     sets = make_sets(tmp_path, ["3", "4", "3"])
+    config, found = EpisodesConfig(keep="all"), []
     async with working(recipe):
         for played in (frozenset[tuple[str, int]](), frozenset({("s", 1)})):
-            async with log_of_evaluation(tmp_path, EpisodesConfig(keep="all"), tiny_model_path, version=0) as episodes:
+            async with log_of_evaluation(tmp_path, config, tiny_model_path, version=0, played=played) as episodes:
                 playing = play_on_bus(
                     sets, bus, version=0, on_played=appending_to([]), played=played, episodes=episodes
                 )
                 await promptly(playing)
-    entries = RunReader(tmp_path).episodes()
-    assert len({(each["group"], each["attempt"]) for each in entries}) == len(entries)
+            found.append(RunReader(tmp_path).episodes())
+    first, entries = found
+    assert sorted(each["row"] for each in entries) == [0, 1, 2]
+    assert len({(each["group"], each["attempt"]) for each in entries}) == 3
+    assert [each for each in first if each["row"] == 1] == entries[:1]
+    assert [each["number"] for each in entries[1:]] == [3, 4]
 
 
 async def test_what_cannot_be_judged_fails_alone(

@@ -1,7 +1,7 @@
 """Keeps groups of an evaluation, with the pictures that environments showed."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -13,22 +13,33 @@ from services.trainer.evaluation.evaluation import OnGroup
 from services.trainer.evaluation.sets import EvaluationSet
 from services.trainer.position import Position
 from services.trainer.telemetry.episodes.config import EpisodesConfig
-from services.trainer.telemetry.episodes.log import EpisodeLog, EvaluatedRow
+from services.trainer.telemetry.episodes.files import INDEX
+from services.trainer.telemetry.episodes.log import FOLDER, EpisodeLog, EvaluatedRow, source_of
 from services.trainer.telemetry.episodes.token_names import token_names
+from services.trainer.telemetry.metrics_log import keep_lines
 
 
 @asynccontextmanager
 async def log_of_evaluation(
-    folder: Path, config: EpisodesConfig, model_path: Path, *, version: int
+    folder: Path,
+    config: EpisodesConfig,
+    model_path: Path,
+    *,
+    version: int,
+    played: Collection[tuple[str, int]] = (),
 ) -> AsyncIterator[EpisodeLog | None]:
     """Yield what keeps groups of an evaluation that belongs to no run; None if none are kept.
+
+    Groups that an earlier start kept of rows that are played again are removed from the index.
 
     Args:
         folder: The evaluation's run folder.
         config: What is kept.
         model_path: The model that plays.
         version: The policy version that its engines report.
+        played: Rows, by set and number, that are not played again.
     """
+    await asyncio.to_thread(_keep_rows, folder, played)
     if config.keep == "off":
         yield None
         return
@@ -45,6 +56,11 @@ async def log_of_evaluation(
         yield episodes
     finally:
         await asyncio.to_thread(episodes.close)
+
+
+def _keep_rows(folder: Path, rows: Collection[tuple[str, int]]) -> None:
+    kept = {(source_of(set_name), row) for set_name, row in rows}
+    keep_lines(folder / FOLDER / INDEX, lambda entry: (entry.get("source"), entry.get("row")) in kept)
 
 
 def keeping(

@@ -355,13 +355,18 @@ class EpisodeLog:
             source, row = self._dataset.row_at(kept.group.id.index)
             read = functools.partial(self._dataset.__getitem__, kept.group.id.index)
         else:
-            source, row = f"eval/{kept.row.set_name}", kept.row.row
+            source, row = source_of(kept.row.set_name), kept.row.row
             read = functools.partial(kept.row.read, row)
         try:
             example = read()
         except DataError:
             example = None
         return Origin(source=source, row=row, example=example)
+
+
+def source_of(set_name: str) -> str:
+    """Return what descriptions have as the source of an evaluation set's rows."""
+    return f"eval/{set_name}"
 
 
 def _count(counts: dict[_Key, int], key: _Key) -> int:
