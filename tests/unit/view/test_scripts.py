@@ -210,6 +210,16 @@ def test_supervised_training_has_a_loss_in_place_of_a_reward(scripts: ViewScript
         assert [what in text for text in texts] == [True, False, False]
 
 
+def test_an_evaluation_that_has_not_ended_has_no_result_yet(scripts: ViewScripts) -> None:
+    """A folder of `penstock eval` has no steps; a run with steps and without evaluations is led to its recipe."""
+    running, trained = [
+        scripts.call("pages/evaluation.js", "whyEmpty", rows) for rows in ([], [{"step": 1, "policy_version": 1}])
+    ]
+    assert "no result yet" in running
+    assert "[evaluation] of its recipe" not in running
+    assert "[evaluation] of its recipe" in trained
+
+
 def test_scores_of_runs_go_on_over_the_steps_of_others(scripts: ViewScripts) -> None:
     """Runs need not be evaluated at the same steps; a set that an evaluation lacks is a gap."""
     runs = [

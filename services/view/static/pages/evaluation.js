@@ -37,9 +37,12 @@ export default {
   },
 };
 
-export const whyEmpty = (rows) => (isSupervised(rows)
-  ? "Supervised training plays no evaluations; the losses of its validations are in validation.jsonl in the run's folder."
-  : "This run has not been evaluated; see section [evaluation] of its recipe.");
+// A folder of `penstock eval` never has steps.
+export function whyEmpty(rows) {
+  if (isSupervised(rows)) return "Supervised training plays no evaluations; the losses of its validations are in validation.jsonl in the run's folder.";
+  if (rows.length) return "This run has not been evaluated; see section [evaluation] of its recipe.";
+  return "There is no result yet: an evaluation has one when its last prompt has been played. `penstock eval --resume` goes on with one that was interrupted.";
+}
 
 const link = (context, step, name) =>
   h("a", { href: context.link("samples", { outcome: "evaluated", step, sort: "reward", descending: "false" }), "aria-label": `step ${step}, ${name}` }, String(step));
