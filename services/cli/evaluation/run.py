@@ -166,12 +166,16 @@ class _Evaluating:
             self._outcomes[outcome.set_name].append(outcome)
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._began = time.monotonic()
-        self._is_interrupted = False
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to play."""
-        return len(self._kept) == sum(map(len, self._sets.values()))
+        return self._num_played == sum(map(len, self._sets.values()))
+
+    @property
+    def _num_played(self) -> int:
+        """Prompts with an outcome, of all starts."""
+        return sum(map(len, self._outcomes.values()))
 
     def remedy_for_full_disk(self) -> str:
         """Return how a person goes on: an evaluation without an answer cannot be resumed."""
@@ -213,7 +217,7 @@ class _Evaluating:
                         )
 
                 await self._play(begun, play, progress, supervisor.wait(stop))
-                if self._is_interrupted:
+                if not self.is_complete:
                     progress.write("stopping; Ctrl-C again kills all processes at once")
 
     async def over_api(self, stop: asyncio.Event, url: str, model: str, api_key: str) -> None:
@@ -283,11 +287,10 @@ class _Evaluating:
 
     def report(self) -> int:
         """Print the results, and write them if everything was played; return the exit code."""
-        num_played = sum(map(len, self._outcomes.values()))
         samples = self._folder.path / SAMPLES_FILE
-        if self._is_interrupted:
+        if not self.is_complete:
             num_prompts = sum(map(len, self._sets.values()))
-            lines = [f"stopped after {num_played} of {num_prompts} prompts; their answers are in {samples}"]
+            lines = [f"stopped after {self._num_played} of {num_prompts} prompts; their answers are in {samples}"]
             if self._begun is not None:
                 lines.append(f"`penstock eval --resume {self._folder.path}` plays the others")
             sys.stdout.write("\n".join(["", *lines, ""]))
@@ -315,7 +318,7 @@ class _Evaluating:
         return {(each.set_name, each.row) for each in self._kept}
 
     async def _play(self, begun: Begun, play: Play, progress: EvaluationProgress, ended: Awaitable[Any]) -> None:
-        """Play until everything is played or `ended` returns, which means an interruption.
+        """Play until everything is played or `ended` returns, which means an interruption if prompts are left.
 
         The folder keeps the recipe from now on: nothing before has refused it.
         """
@@ -339,7 +342,6 @@ class _Evaluating:
             await asyncio.wait({playing, ending}, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
                 ending.result()
-            self._is_interrupted = not playing.done()
             if playing.done():
                 playing.result()
         finally:
