@@ -121,10 +121,11 @@ class Supervisor:
             return
         child = next(child for child in self.children if child.spec.name == name)
         child.terminate()
+        task = self._tasks[name]
 
         async def retire() -> None:
-            await self._end(child)
-            await asyncio.wait({self._tasks[name]})
+            await self._end(child, task)
+            await asyncio.wait({task})
             await child.forget()
             self.children.remove(child)
             del self._tasks[name], self._retiring[name]
@@ -173,7 +174,8 @@ class Supervisor:
             ending = [child for child in self.children if child.spec.phase == phase and child.spec.name in self._tasks]
             for child in ending:
                 child.terminate()
-            failures = await asyncio.gather(*(self._end(child) for child in ending))
+            tasks = [self._tasks[child.spec.name] for child in ending]  # one that retires may be forgotten meanwhile
+            failures = await asyncio.gather(*map(self._end, ending, tasks))
             failure = failure or next(filter(None, failures), None)
         if failure is not None:
             raise failure
@@ -220,12 +222,12 @@ class Supervisor:
         elif child.spec.name not in self._retiring:
             self._ended.set_result(None)
 
-    async def _end(self, child: Child) -> BaseException | None:
-        """Wait for the end of `child` and kill it after its grace; return the run's failure, unless `wait` raised one.
+    async def _end(self, child: Child, task: "asyncio.Task[None]") -> BaseException | None:
+        """Wait for the end of `child`, which `task` keeps, and kill it after its grace; return the run's failure.
 
-        That is the failure which limited its time, or else its own if it ends the run.
+        That is the failure which limited its time, or else its own if it ends the run; none if `wait` raised one.
         """
-        task, limit_s, failure = self._tasks[child.spec.name], self._kill_after_s, None
+        limit_s, failure = self._kill_after_s, None
         if child.spec.ends_run:
             limit_s = self._failed_run_grace_s
             if not self._has_failed and (failure := await self._failure_before_end_of(task)) is not None:

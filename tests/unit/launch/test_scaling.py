@@ -13,6 +13,7 @@ from penstock.errors import ConfigError, UserError
 from penstock.runtime.security import Security
 from services.launch.gpu_plan import GpuPlan, extend_plan, plan_gpus, without
 from services.launch.launcher import local_fleet
+from services.launch.process.child import Child
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import make_plan
@@ -138,3 +139,27 @@ async def test_a_process_that_has_joined_may_end_the_run(tmp_path: Path) -> None
         (tmp_path / "fail").touch()
         with pytest.raises(UserError, match="new cannot start"):
             await promptly(supervisor.wait(asyncio.Event()))
+
+
+async def test_a_process_may_leave_while_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last moment falls between the stop's list of processes and the wait for their ends."""
+    begun, may_leave, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    forget = Child.forget
+
+    async def forget_later(child: Child) -> None:
+        begun.set()
+        await may_leave.wait()
+        await forget(child)
+
+    monkeypatch.setattr(Child, "forget", forget_later)
+    specs = [spec("old", "sleep", "60"), spec("leaving", "sleep", "60")]
+    async with supervised(specs, logs=tmp_path, report=lambda line: None, kill_after_s=5.0) as supervisor:
+        for child in supervisor.children:
+            supervisor.start(child.spec.name)
+        supervisor.retire("leaving", left.set)
+        await promptly(begun.wait())
+        stopping = asyncio.create_task(supervisor.stop())
+        may_leave.set()
+        await promptly(stopping)
+        await promptly(left.wait())
+        assert [child.spec.name for child in supervisor.children] == ["old"]
