@@ -66,6 +66,10 @@ class Stored(NamedTuple):
     """Its number in the stream."""
 
 
+def _groups(run: str) -> Stream:
+    return Stream(name=f"{run}_GROUPS", subject=f"{run}.groups", retention=api.RetentionPolicy.WORK_QUEUE)
+
+
 class Bus:
     """A run's part of a NATS server. Names begin with the run's name, so that several runs can share a server."""
 
@@ -78,7 +82,7 @@ class Bus:
         self._run = run
         work = api.RetentionPolicy.WORK_QUEUE
         self.prompts = Stream(name=f"{run}_PROMPTS", subject=f"{run}.prompts", retention=work)
-        self.groups = Stream(name=f"{run}_GROUPS", subject=f"{run}.groups", retention=work)
+        self.groups = _groups(run)
         self.dead = Stream(name=f"{run}_DEAD", subject=f"{run}.dead", retention=api.RetentionPolicy.LIMITS)
         self.images = Stream(name=f"{run}_IMAGES", subject=f"{run}.images", retention=api.RetentionPolicy.LIMITS)
         self.calls = Stream(name=f"{run}_CALLS", subject=f"{run}.calls", retention=api.RetentionPolicy.LIMITS)
@@ -313,5 +317,6 @@ async def connect(
     """
     if timeout_s is None:
         timeout_s = ANSWER_S if config.is_cluster else _CONNECT_TIMEOUT_S
-    async with connected_client(config, security or Security.from_environment(), timeout_s=timeout_s) as client:
+    security = security or Security.from_environment()
+    async with connected_client(config, security, stream=_groups(run).name, timeout_s=timeout_s) as client:
         yield Bus(client, config, run)

@@ -32,10 +32,13 @@ _CLIENT_TASKS = ("_reconnection_task", "_reading_task", "_ping_interval_task", "
 
 
 @asynccontextmanager
-async def connected_client(config: BusConfig, security: Security, *, timeout_s: float) -> AsyncIterator[Client]:
+async def connected_client(
+    config: BusConfig, security: Security, *, stream: str, timeout_s: float
+) -> AsyncIterator[Client]:
     """Yield a connected client, which reconnects without limit until the context ends: of several servers, to the next.
 
-    If the server closes the connection for good, the context's body is cancelled: it would wait for ever.
+    Of a cluster it leaves a server that does not reach the leader of `stream`. If the server closes the connection for
+    good, the context's body is cancelled: it would wait for ever.
 
     Raises:
         AccessError: the server refuses the token.
@@ -82,7 +85,7 @@ async def connected_client(config: BusConfig, security: Security, *, timeout_s: 
                     tls_hostname=None if security.tls is None else security.tls.server_name or None,
                 )
                 was_admitted = True
-                await stack.enter_async_context(kept_connected(client, config))
+                await stack.enter_async_context(kept_connected(client, config, stream=stream))
                 await stack.enter_async_context(beside(_stay_open(client, config)))
                 await _require_jetstream(client, config)
         except nats.js.errors.Error as error:

@@ -17,9 +17,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 import structlog
-from nats.js import JetStreamContext, api
+from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
+from penstock.bus.cluster.majority import ALONE_S, silence_s
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.errors import SetupError
 from penstock.runtime.process import end_task
@@ -116,25 +117,23 @@ class Watch:
                     await before.aclose()
                     await self._until_silent(reading)
                 except BUS_ERRORS as error:
+                    self._was_away = True
                     log.debug("watch.reopened", error=describe(error))
                     await asyncio.sleep(0.2)
         finally:
             await last.aclose()
 
     async def _ask_leader(self) -> None:
-        """Return if the bucket works: its leader answers, which also takes what is written.
+        """Return if the bucket works: its leader answers, and stores what is written.
 
         Raises:
             TimeoutError, nats.errors.Error: it does not work.
         """
         begun = time.monotonic()
-        try:
-            async with asyncio.timeout(_MAX_SILENCE_S):
-                status = await self._bucket.status()
-            _require_leader(status.stream_info.cluster)
-        except BUS_ERRORS:
-            self._was_away = True
-            raise
+        async with asyncio.timeout(_MAX_SILENCE_S):
+            status = await self._bucket.status()
+        if silence_s(status.stream_info.cluster) >= ALONE_S:
+            raise TimeoutError("the bucket has no leader that reaches a majority")
         # The question may have waited for an election. A leader that is always slow has not been away.
         was_slow, self._is_slow = self._is_slow, time.monotonic() - begun > self._silence_s * _OF_SILENCE
         self._was_away |= self._is_slow and not was_slow
@@ -223,18 +222,6 @@ class Watch:
         self.num_changes += 1
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _require_leader(cluster: api.ClusterInfo | None) -> None:
-    """Check that the stream's leader gave this description, whose replicas are the servers beside the one that gave it.
-
-    While a stream of less than ten seconds has no leader, the server chosen as its first one answers in its place.
-
-    Raises:
-        TimeoutError: another server gave it.
-    """
-    if cluster is not None and cluster.leader in (None, "", *(peer.name for peer in cluster.replicas or ())):
-        raise TimeoutError("the bucket has no leader")
 
 
 async def _has_sent(watcher: KeyValue.KeyWatcher) -> bool:

@@ -2,18 +2,21 @@
 
 nats-py notices only a closed connection, and a frozen server after half a minute. Before it connects again it closes
 the old connection, which for asyncio means to send what is buffered first: never, if the other side takes nothing. A
-server that lost its routes to the majority still accepts clients, but can neither store nor deliver anything for them.
+server that lost its routes to the majority still accepts clients, but can neither store nor deliver anything for them,
+and may not know it for 20 s (`penstock.bus.cluster.majority`).
 """
 
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import structlog
 from nats.aio.client import Client
+from nats.js.errors import NotFoundError
 
+from penstock.bus.cluster.majority import ALONE_S, silence_s
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.config import BusConfig
 from penstock.runtime.process import end_task
@@ -29,10 +32,25 @@ _OF_ACK_WAIT = 0.5
 
 
 @asynccontextmanager
-async def kept_connected(client: Client, config: BusConfig) -> AsyncIterator[None]:
-    """Keep the client connected during the context: of a cluster, to a server that reaches the leader."""
-    patience_s = config.ack_wait_s * _OF_ACK_WAIT if config.is_cluster else math.inf
-    keeping = asyncio.create_task(_keep(client, patience_s=patience_s))
+async def kept_connected(client: Client, config: BusConfig, *, stream: str) -> AsyncIterator[None]:
+    """Keep the client connected during the context: of a cluster, to a server that reaches the leader of `stream`.
+
+    That leader must reach a majority. Until the stream is made, and if single servers store streams, the cluster's own
+    leader takes its place.
+    """
+    patience_s = max(config.ack_wait_s * _OF_ACK_WAIT, ALONE_S) if config.is_cluster else math.inf
+    jetstream = client.jetstream(timeout=_TIMEOUT_S)
+
+    async def ask() -> float:
+        if config.replicas == 1:
+            await jetstream.account_info()
+            return 0.0
+        try:
+            return silence_s((await jetstream.stream_info(stream)).cluster)
+        except NotFoundError:  # says the cluster's leader
+            return 0.0
+
+    keeping = asyncio.create_task(_keep(client, ask, patience_s=patience_s))
     keeping.add_done_callback(_log_failure)
     try:
         yield
@@ -45,9 +63,9 @@ def _log_failure(task: "asyncio.Task[None]") -> None:
         log.error("bus.keeping_failed", exc_info=error)
 
 
-async def _keep(client: Client, *, patience_s: float) -> None:
-    jetstream = client.jetstream(timeout=_TIMEOUT_S)
-    answered_at, moved = time.monotonic(), (0, 0)
+async def _keep(client: Client, ask: Callable[[], Awaitable[float]], *, patience_s: float) -> None:
+    """Keep the client connected; `ask` returns how long ago the leader that answers heard from a majority."""
+    works_at, moved = time.monotonic(), (0, 0)
     unsent, sent_at = 0, time.monotonic()
     while True:
         await asyncio.sleep(_EVERY_S)
@@ -59,21 +77,22 @@ async def _keep(client: Client, *, patience_s: float) -> None:
             _abort(client)
             sent_at = time.monotonic()
         if not client.is_connected or math.isinf(patience_s):
-            answered_at = time.monotonic()
+            works_at = time.monotonic()
             continue
         earlier, moved = moved, _bytes_on_their_way(client)
+        reason = "no leader reaches a majority of the servers"
         try:
-            await jetstream.account_info()
+            if (silent_s := await ask()) < math.inf:
+                works_at = time.monotonic() - silent_s
         except BUS_ERRORS as error:
+            reason = describe(error)
             # The question waits behind a large message, which may take a slow link longer than the patience.
             if any(now and now != then for now, then in zip(moved, earlier, strict=True)):
-                answered_at = time.monotonic()
-            if time.monotonic() - answered_at >= patience_s and client.is_connected:
-                log.warning("bus.server_left", url=_url_of(client), reason=describe(error))
-                _abort(client)
-                answered_at = time.monotonic()
-        else:
-            answered_at = time.monotonic()
+                works_at = time.monotonic()
+        if time.monotonic() - works_at >= patience_s and client.is_connected:
+            log.warning("bus.server_left", url=_url_of(client), reason=reason)
+            _abort(client)
+            works_at = time.monotonic()
 
 
 def _url_of(client: Client) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Awaitable, Callable
 
 import nats.errors
@@ -10,8 +11,10 @@ import nats.js.errors
 
 from penstock.bus.connection import BUCKETS, Bus
 from penstock.bus.failures import BUS_ERRORS
-from penstock.testing.local_cluster import ClusterServer
+from penstock.testing.local_cluster import ClusterServer, LocalCluster
 from tests.support.waiting import HANG_S
+
+_BECAME_LEADER = re.compile(r"^\[\d+\] (\S+ \S+) .*Self is new JetStream cluster metadata leader", re.MULTILINE)
 
 
 async def stored_streams(bus: Bus, run: str) -> list[str]:
@@ -31,6 +34,17 @@ async def leader_of(bus: Bus, stream: str) -> str:
     except BUS_ERRORS:
         return ""
     return "" if cluster is None else cluster.leader or ""
+
+
+def metadata_leader_first(cluster: LocalCluster) -> list[ClusterServer]:
+    """The servers, first the one that leads JetStream itself: the last that became it, by the logs."""
+
+    def became_leader(server: ClusterServer) -> str:
+        return max(_BECAME_LEADER.findall(server.log.read_text(errors="replace")), default="")
+
+    first = max(cluster.servers, key=became_leader)
+    assert became_leader(first), "JetStream has no leader"
+    return [first, *(server for server in cluster.servers if server is not first)]
 
 
 async def lead_all(bus: Bus, run: str, server: ClusterServer) -> None:

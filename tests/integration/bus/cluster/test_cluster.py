@@ -27,7 +27,7 @@ from penstock.bus.work_queue.work_loop import work
 from penstock.config import BusConfig
 from penstock.errors import SetupError
 from penstock.testing.local_cluster import ClusterServer, LocalCluster, local_cluster
-from tests.support.bus.leaders import lead_all, stored_streams
+from tests.support.bus.leaders import lead_all, metadata_leader_first, stored_streams
 from tests.support.bus.stored_run import store_everything
 from tests.support.waiting import HANG_S, until
 
@@ -125,7 +125,7 @@ async def play_through(cluster: LocalCluster, name: str, lose: Lose) -> None:
     config = config_of(cluster)
     lapsed, played, num_versions = 0, Counter[str](), itertools.count(1)
     async with contextlib.AsyncExitStack() as stack:
-        victim, other, third = cluster.servers
+        victim, other, third = metadata_leader_first(cluster)
 
         async def connected_to(server: ClusterServer) -> Bus:
             here = config.model_copy(update={"url": server.url})  # it tells its clients of the others
