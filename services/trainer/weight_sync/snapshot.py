@@ -27,8 +27,8 @@ class WeightSnapshot:
     """The memory that contains the buckets, if other processes on this machine can open it."""
     digest_kind: str
     """See `penstock.weights.digest`."""
-    pending_digests: Mapping[str, Future[int]]
-    """Digests by checkpoint name, computed in the background."""
+    pending_digests: Sequence[Future[dict[str, int]]]
+    """Digests by checkpoint name of each bucket, computed in the background."""
     base_digests: Mapping[str, int] = field(default_factory=dict)
     """Digests of weights that a replica must hold already, because only their adapters are pushed."""
 
@@ -94,11 +94,11 @@ class WeightSnapshot:
     @property
     def digests(self) -> Mapping[str, int]:
         """Digests by checkpoint name. Blocks until they are computed."""
-        return {name: pending.result() for name, pending in self.pending_digests.items()}
+        return {name: digest for pending in self.pending_digests for name, digest in pending.result().items()}
 
     def wait(self) -> None:
         """Block until all digests are computed."""
-        for pending in self.pending_digests.values():
+        for pending in self.pending_digests:
             pending.result()
 
 
@@ -106,14 +106,13 @@ class _Digests:
     """Computes digests in threads, which go on after the context."""
 
     def __init__(self, kind: str, device: torch.device) -> None:
-        self.pending: dict[str, Future[int]] = {}
+        self.pending: list[Future[dict[str, int]]] = []
         self._kind = kind
         self._threads = digest_pool(device)
 
     def start(self, bucket: Sequence[TensorSpec], data: torch.Tensor) -> None:
-        """Compute those of a bucket's tensors."""
-        for name, tensor in views(bucket, data).items():
-            self.pending[name] = self._threads.submit(tensor_digest, tensor, self._kind)
+        """Compute those of a bucket's tensors, together: a job for each small one would cost more than its digest."""
+        self.pending.append(self._threads.submit(_digests_of, bucket, data, self._kind))
 
     def __enter__(self) -> Self:
         return self
@@ -122,9 +121,13 @@ class _Digests:
         self._threads.shutdown(wait=False)
 
 
+def _digests_of(bucket: Sequence[TensorSpec], data: torch.Tensor, kind: str) -> dict[str, int]:
+    return {name: tensor_digest(tensor, kind) for name, tensor in views(bucket, data).items()}
+
+
 def _written(
     manifest: Manifest, write: WriteWeights, memory: SharedMemory, kind: str
-) -> tuple[list[torch.Tensor], dict[str, Future[int]]]:
+) -> tuple[list[torch.Tensor], list[Future[dict[str, int]]]]:
     """Have several processes write all buckets into memory of the host; return them, and their digests."""
     write(memory.message, manifest.tensor_offsets(ALIGNMENT))
     buckets = manifest.bucket_views(memory.data, ALIGNMENT)
@@ -142,7 +145,7 @@ def _copied(
     *,
     packing: torch.device,
     device: torch.device,
-) -> tuple[list[torch.Tensor], dict[str, Future[int]]]:
+) -> tuple[list[torch.Tensor], list[Future[dict[str, int]]]]:
     """Pack buckets on one device and keep them on another, in `memory` if given; return them, and their digests."""
     outs = [None] * len(manifest.buckets) if memory is None else manifest.bucket_views(memory.data, ALIGNMENT)
     buckets: list[torch.Tensor] = []
@@ -157,7 +160,7 @@ def _copied(
                 continue
             buckets.append(torch.empty_like(packed, device=device) if out is None else out)
             buckets[-1].copy_(packed)
-            wait(digests.pending.values())  # they keep the packed bucket alive
+            wait(digests.pending)  # they keep the packed bucket alive
             del packed
         if next(tensors, None) is not None:
             raise ValueError(f"more weights came than the {len(manifest.tensors)} that were announced")
