@@ -11,7 +11,9 @@ batch, U that of an optimizer step. The comparison is over the same steps and th
 - *ideal*: 1 / max(R/n, U), with slots or trainer never idle; no bound on staleness allows exactly that;
 - *best*: what Penstock would reach if its control plane took no time (bench/async_loop/perfect_loop.py), and how much
   of that is left if the trainer began only with the whole batch (*not streamed*), and with the real router's placement
-  and the real trainer's chunks (*routed*, bench/async_loop/routed_loop.py), where still nothing else takes time;
+  and the real trainer's chunks (*routed*, bench/async_loop/routed_loop.py), where still nothing else takes time: mean
+  and standard deviation of runs in which each sample is a little longer or shorter, which says how much of a difference
+  is chance;
 - loops that wait for the whole batch, simulated without any cost (bench/async_loop/peer_loops.py).
 
 Bars: at least 95% of the best; the control plane (all processes but the engines) below half a core. The exit code is 1
@@ -22,6 +24,8 @@ import argparse
 import asyncio
 import json
 import os
+import random
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -42,6 +46,7 @@ from services.trainer.config import TrainerConfig
 MIN_OF_BEST = 0.95
 MAX_CORES = 0.5
 _MIN_STEPS = 4
+_NUM_ROUTED = 5
 _SLACK = 4.0
 """A run that takes this many times the best is abandoned."""
 
@@ -54,7 +59,8 @@ class Result:
     num_steps: int
     measured: float
     best: float
-    routed: float
+    routed: Sequence[float]
+    """Of several runs that differ by chance."""
     not_streamed: float
     ideal: float
     synchronous: float
@@ -90,9 +96,18 @@ async def measure(pool: Scenario, *, max_staleness: int, seconds: float, folder:
         timeout_s=60.0 + _SLACK * best[-1],
     )
     pass_tokens = TrainerConfig().micro_batch_tokens
-    # It runs its own loop, in virtual time, and a thread has no other loop.
+    # They run their own loops, in virtual time, and a thread has no other loop.
     routed = await asyncio.to_thread(
-        run_routed, pool, max_staleness=max_staleness, num_steps=num_steps, pass_tokens=pass_tokens
+        lambda: [
+            run_routed(
+                pool,
+                max_staleness=max_staleness,
+                num_steps=num_steps,
+                pass_tokens=pass_tokens,
+                chance=random.Random(seed),
+            ).ends
+            for seed in range(_NUM_ROUTED)
+        ]
     )
     counted = range(num_warmup * pool.groups_per_step, num_steps * pool.groups_per_step)
     return Result(
@@ -100,7 +115,7 @@ async def measure(pool: Scenario, *, max_staleness: int, seconds: float, folder:
         num_steps=num_steps - num_warmup,
         measured=rate(run.ends),
         best=rate(best),
-        routed=rate(routed.ends),
+        routed=[rate(ends) for ends in routed],
         not_streamed=rate(step_ends(pool, max_staleness=max_staleness, num_steps=num_steps, streams=False)),
         ideal=(num_steps - num_warmup) / max(pool.rollout_s(counted), pool.train_s(counted)),
         synchronous=rate(synchronous(pool, num_steps=num_steps)),
@@ -127,7 +142,7 @@ def report(pool: Scenario, results: Sequence[Result]) -> None:
     rows = [
         (
             *(each.max_staleness, each.num_steps, f"{each.measured:.4f}", f"{each.best:.4f}"),
-            *(f"{each.measured / each.best:.1%}", f"{each.routed / each.best:.0%}"),
+            *(f"{each.measured / each.best:.1%}", _mean_and_deviation([run / each.best for run in each.routed])),
             *(f"{each.not_streamed / each.best:.0%}", f"{each.ideal:.4f}"),
             *(f"{each.best / each.ideal:.0%}", f"{each.synchronous:.4f}", f"{each.one_step_off:.4f}"),
         )
@@ -168,6 +183,10 @@ def report(pool: Scenario, results: Sequence[Result]) -> None:
             for each in results
         ],
     )
+
+
+def _mean_and_deviation(shares: Sequence[float]) -> str:
+    return f"{statistics.mean(shares):.1%} ± {statistics.stdev(shares):.1%}"
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

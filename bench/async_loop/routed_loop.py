@@ -7,6 +7,7 @@ a measured run is the cost of processes, messages and pushes.
 """
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -33,6 +34,8 @@ _REFRESH_S = 0.2
 _REFRESHES_PER_LEASE = 5
 _FOR_EVER_S = 1e9
 _MANY_STEPS = 1 << 30
+_SHAKEN = 0.002
+"""Largest random change of a sample's duration, as a share of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +48,20 @@ class Routed:
     """Prompts computed for each group: one for each replica and version with which samples of it began."""
 
 
-def run_routed(scenario: Scenario, *, max_staleness: int, num_steps: int, pass_tokens: int) -> Routed:
-    """Train `num_steps` steps; `pass_tokens` is `trainer.micro_batch_tokens`."""
-    return virtual_time.run(_run(scenario, max_staleness, num_steps, pass_tokens))
+def run_routed(
+    scenario: Scenario, *, max_staleness: int, num_steps: int, pass_tokens: int, chance: random.Random | None = None
+) -> Routed:
+    """Train some steps.
+
+    Args:
+        scenario: Engines and workload.
+        max_staleness: The bound.
+        num_steps: Optimizer steps.
+        pass_tokens: `trainer.micro_batch_tokens`.
+        chance: Makes each sample up to 0.2% longer or shorter, as any machine does. Which sample gets which slot then
+            differs, and with it the speed of a few steps.
+    """
+    return virtual_time.run(_run(scenario, max_staleness, num_steps, pass_tokens, chance))
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +85,7 @@ class _Players:
     scenario: Scenario
     finish: Callable[[int, int], None]
     """Called with a group's index and its oldest version."""
+    chance: random.Random | None
     version: int = 1
     engines: dict[str, _Engine] = field(init=False)
     slots: SlotPool = field(init=False)
@@ -135,6 +150,8 @@ class _Players:
 
     async def _play_sample(self, index: int, number: int, seconds: float, min_version: int) -> tuple[int, str]:
         """Play a sample, and return the version and the replica with which it began."""
+        if self.chance is not None:
+            seconds *= 1 + self.chance.uniform(-_SHAKEN, _SHAKEN)
         query = Query(session_id=f"{index}/{number}", group_id=str(index), min_version=min_version)
         slot = await self.slots.take(Ticket(query=query, deadline=_FOR_EVER_S))
         await self.shared_prefill.enter(slot, index + 1, timeout_s=_FOR_EVER_S)
@@ -155,7 +172,9 @@ class _Players:
         self.pool.refresh()
 
 
-async def _run(scenario: Scenario, max_staleness: int, num_steps: int, pass_tokens: int) -> Routed:
+async def _run(
+    scenario: Scenario, max_staleness: int, num_steps: int, pass_tokens: int, chance: random.Random | None
+) -> Routed:
     work, arrived = scenario.workload, asyncio.Event()
     gate = Gate(max_staleness=max_staleness, groups_per_step=scenario.groups_per_step)
     ledger: GroupLedger[int, None] = GroupLedger(gate)
@@ -174,7 +193,7 @@ async def _run(scenario: Scenario, max_staleness: int, num_steps: int, pass_toke
         )
         arrived.set()
 
-    players = _Players(scenario, finish)
+    players = _Players(scenario, finish, chance)
     ends: list[float] = []
     tasks = {asyncio.create_task(players.keep_leases())}
     while len(ends) < num_steps:
