@@ -54,7 +54,7 @@ def main() -> int:
     counted = rows[arguments.warm_up : -1]
     for key in _TIMES:
         values = [row[key] for row in counted]
-        sys.stdout.write(f"{key}: median {statistics.median(values):.2f}, mean {statistics.mean(values):.2f}\n")
+        sys.stdout.write(f"{key}: median {statistics.median(values):.3f}, mean {statistics.mean(values):.3f}\n")
     return 0
 
 
