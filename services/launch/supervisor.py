@@ -182,9 +182,7 @@ class Supervisor:
 
     async def kill(self) -> None:
         """Kill the remaining processes at once."""
-        for retiring in self._retiring.values():
-            retiring.cancel()
-        await asyncio.gather(*self._retiring.values(), return_exceptions=True)
+        await self._stop_retiring()
         for child in self.children:
             child.stop_requested.set()
             child.kill()
@@ -194,10 +192,16 @@ class Supervisor:
             for task in pending:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._stop_retiring()  # one that could not join may have begun to leave just now
         if self._ended.done() and not self._ended.cancelled():
             self._ended.exception()  # whoever stopped the run knows it, or did not ask
         for child in self.children:
             await child.forget()
+
+    async def _stop_retiring(self) -> None:
+        for retiring in self._retiring.values():
+            retiring.cancel()
+        await asyncio.gather(*self._retiring.values(), return_exceptions=True)
 
     def _keep_in_task(self, child: Child, keeping: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[child.spec.name] = asyncio.create_task(keeping)

@@ -20,7 +20,7 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
-from penstock.bus.cluster.majority import ALONE_S, silence_s
+from penstock.bus.cluster.majority import ALONE_S, BEAT_S, silence_s
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.errors import SetupError
 from penstock.runtime.process import end_task
@@ -104,7 +104,7 @@ class Watch:
     async def _follow(self, ready: asyncio.Event) -> None:
         # The old watch may also be alive with nothing to report, so it is read until the new one is open, which takes
         # a slow server long.
-        last = AsyncExitStack()
+        last, has_failed = AsyncExitStack(), False
         try:
             while True:
                 try:
@@ -113,11 +113,13 @@ class Watch:
                     watcher = await opened.enter_async_context(_opened(self._bucket, self._keys))
                     reading = asyncio.create_task(self._read(watcher, ready))
                     opened.push_async_callback(end_task, reading)
-                    before, last = last, opened
+                    before, last, has_failed = last, opened, False
                     await before.aclose()
                     await self._until_silent(reading)
                 except BUS_ERRORS as error:
-                    self._was_away = True
+                    # Once for all failures in a row: a watch that cannot be opened says nothing of the leases.
+                    self._was_away |= not has_failed
+                    has_failed = True
                     log.debug("watch.reopened", error=describe(error))
                     await asyncio.sleep(0.2)
         finally:
@@ -130,14 +132,18 @@ class Watch:
             TimeoutError, nats.errors.Error: it does not work.
         """
         begun = time.monotonic()
-        async with asyncio.timeout(_MAX_SILENCE_S):
-            status = await self._bucket.status()
-        if silence_s(status.stream_info.cluster) >= ALONE_S:
-            raise TimeoutError("the bucket has no leader that reaches a majority")
+        try:
+            async with asyncio.timeout(_MAX_SILENCE_S):
+                status = await self._bucket.status()
+            if (alone_s := silence_s(status.stream_info.cluster)) >= ALONE_S:
+                raise TimeoutError("the bucket has no leader that reaches a majority")
+        except BUS_ERRORS:
+            self._was_away = True
+            raise
         # The question may have waited for an election. A leader that is always slow has not been away.
         was_slow, self._is_slow = self._is_slow, time.monotonic() - begun > self._silence_s * _OF_SILENCE
         self._was_away |= self._is_slow and not was_slow
-        self._note_work()
+        self._note_work(ago_s=max(0.0, alone_s - BEAT_S))
 
     async def _until_silent(self, reading: asyncio.Task[None]) -> None:
         """Return when the watch has been silent for long; raise the error that ended the reading."""
@@ -179,9 +185,9 @@ class Watch:
         """Return the time of `_now` at which or before which values arrived that have expired."""
         return -math.inf if self._ttl_s is None else self._now() - self._ttl_s
 
-    def _note_work(self) -> None:
-        """Note that the bucket works; if it did not before, unexpired values get their whole time to live."""
-        silent_s = time.monotonic() - self._worked_at
+    def _note_work(self, *, ago_s: float = 0.0) -> None:
+        """Note that it worked `ago_s` ago; if it did not before, unexpired values get their whole time to live."""
+        silent_s = max(0.0, time.monotonic() - ago_s - self._worked_at)
         was_away = self._was_away or silent_s >= (self._ttl_s or math.inf)
         alive = self.values if was_away else {}  # before their clock moves
         self._stalled_s += max(0.0, silent_s - self._silence_s)

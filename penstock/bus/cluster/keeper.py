@@ -83,7 +83,7 @@ async def _keep(client: Client, ask: Callable[[], Awaitable[float]], *, patience
         reason = "no leader reaches a majority of the servers"
         try:
             if (silent_s := await ask()) < math.inf:
-                works_at = time.monotonic() - silent_s
+                works_at = time.monotonic() - silent_s  # also before this connection: a server that is alone is left
         except BUS_ERRORS as error:
             reason = describe(error)
             # The question waits behind a large message, which may take a slow link longer than the patience.

@@ -2,15 +2,17 @@
 
 A leader that has lost its routes notices only after 10 to 20 s: nats-server looks every ten seconds for servers that
 have been silent for ten. Until then it answers questions and takes writes, which are never stored. Its description of
-a stream, though, says how long ago it heard from each of the others, which answer it every second.
+a stream, though, says how long ago it heard from each of the others, which it asks every second or two.
 """
 
 import math
 
 from nats.js import api
 
-ALONE_S = 2.0
-"""A leader is alone that has not heard from a majority for this many seconds."""
+BEAT_S = 2.0
+"""Seconds for which a leader may hear nothing from healthy servers."""
+ALONE_S = 3.0
+"""Seconds after which a leader that hears too few servers is alone."""
 
 
 def silence_s(cluster: api.ClusterInfo | None) -> float:
@@ -24,5 +26,7 @@ def silence_s(cluster: api.ClusterInfo | None) -> float:
     others = cluster.replicas or []
     if cluster.leader in (None, "", *(peer.name for peer in others)):
         return math.inf
+    # A server that has not been heard since this leader was elected has an age of 0, and is not current.
+    ages = sorted(peer.active / 1e9 if peer.active else 0.0 if peer.current else math.inf for peer in others)
     num_needed = (len(others) + 1) // 2
-    return sorted((peer.active or 0) / 1e9 for peer in others)[num_needed - 1] if num_needed else 0.0
+    return ages[num_needed - 1] if num_needed else 0.0

@@ -70,7 +70,7 @@ async def test_a_renewal_that_is_late_when_an_outage_begins_costs_no_lease(clock
 async def test_an_answer_that_is_not_the_leaders_shows_no_work(clock: Any, leader: str) -> None:
     """While a young stream elects one, the server that was to lead it at first answers; it knows the dead one still."""
     bucket = Bucket()
-    others = [api.PeerInfo(name="nats-0"), api.PeerInfo(name="nats-1")]
+    others = [api.PeerInfo(name=name, active=10**9, current=True) for name in ("nats-0", "nats-1")]
     watch = Watch(bucket, ttl_s=TTL_S)  # type: ignore[arg-type]
     watch._store(renewal(1))
     bucket.cluster = api.ClusterInfo(leader=leader, replicas=others)
@@ -82,6 +82,25 @@ async def test_an_answer_that_is_not_the_leaders_shows_no_work(clock: Any, leade
     clock.at = 5.0
     await watch._ask_leader()
     assert watch.values == {"r": b"x"}, "it has its whole time again"
+
+
+async def test_under_a_leader_that_is_cut_off_no_lease_ages(clock: Any) -> None:
+    """It answers as before, and says how long ago it heard from the others; what it is sent it cannot store."""
+    bucket = Bucket()
+    watch = Watch(bucket, ttl_s=TTL_S)  # type: ignore[arg-type]
+    watch._store(renewal(1))
+    for clock.at, heard_s in ((1.0, 0.9), (2.0, 1.9), (2.9, 2.8)):
+        age = int(heard_s * 1e9)
+        others = [api.PeerInfo(name=name, active=age, current=True) for name in ("nats-0", "nats-1")]
+        bucket.cluster = api.ClusterInfo(leader="nats-2", replicas=others)
+        await watch._ask_leader()
+    for clock.at in (4.0, 12.0):
+        for peer in others:
+            peer.active = int(clock.at * 1e9)
+        with pytest.raises(TimeoutError, match="reaches a majority"):
+            await watch._ask_leader()
+        assert watch.values == {"r": b"x"}
+    assert watch._now() == pytest.approx(2.1), "two seconds after the others were heard last"
 
 
 async def test_what_is_not_renewed_while_the_bucket_works_lapses(clock: Any) -> None:
