@@ -2,12 +2,12 @@
 
     process: record -> buffer -> (every second) -> [SPANS] -> trainer -> trace/spans-*.jsonl
 
-In an evaluation without a trainer, `penstock eval` is in its place.
+In an evaluation without a trainer, `penstock eval` takes the trainer's place.
 
 Invariants: no process waits for its spans, or fails for them. While NATS is away they wait in the process's buffer;
-while the trainer is away they wait in the stream. Either drops what exceeds its bound: a buffer the newest and counts
-them, the stream the oldest, which leaves a gap in the numbers of the batches. So does a server's machine that fails
-before the last ones are on its disk: one server does not sync them.
+while the trainer is away they wait in the stream. Both drop what exceeds their bound. A buffer drops its newest spans
+and counts them; the stream drops its oldest, which leaves a gap in the numbers of the batches. Spans are also lost if a
+server's machine fails before the last ones are on its disk, because a single server does not sync them.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Streams whose messages are acknowledged before they are on the disk, for what may be lost or soon expires.
 
-Leases are renewed all the time. With `sync_interval: always`, which queues need, nats-server would sync each renewal:
-some hundred a second are all that a disk takes, and the leases of a thousand engines are more. A lease that a crash of
-the server loses is renewed before it would have expired. A stream on several servers cannot be unsynced.
+Leases are renewed all the time. With `sync_interval: always`, which queues need, nats-server would sync each renewal. A
+disk takes only some hundred syncs a second, and the leases of a thousand engines need more. A lease that is lost when
+the server crashes is renewed before it would have expired. A stream on several servers cannot be unsynced.
 """
 
 from typing import Any

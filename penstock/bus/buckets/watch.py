@@ -2,10 +2,10 @@
 
 A watch continues if the server comes back without its store and the bucket is created again.
 
-Invariant: values age up to the last proof that their bucket works, because while it does not (its server is away, or
-its cluster elects a leader) nobody can renew them. After an outage that was noticed, because its leader was asked in
-vain, took unusually long to answer or was silent for their whole time to live, each that had not expired before has
-that time again.
+Invariant: a value ages only up to the last proof that its bucket works. While the bucket does not work (its server is
+away, or its cluster elects a leader), nobody can renew the value. An outage is noticed if the bucket's leader was asked
+in vain, took unusually long to answer, or was silent for the whole time to live. After such an outage, each value that
+had not expired before has its whole time to live again.
 """
 
 import asyncio

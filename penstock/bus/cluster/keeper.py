@@ -1,9 +1,9 @@
 """Keeps a client connected: it leaves a silent connection, and in a cluster a server that is frozen or cut off.
 
-nats-py notices only a closed connection, and a frozen server after half a minute. Before it connects again it closes
-the old connection, which for asyncio means to send what is buffered first: never, if the other side takes nothing. A
-server that lost its routes to the majority still accepts clients, but can neither store nor deliver anything for them,
-and may not know it for 20 s (`penstock.bus.cluster.majority`).
+nats-py notices only a closed connection, and a frozen server after half a minute. Before it connects again, it closes
+the old connection. asyncio sends what is buffered there first, so the close never ends if the other side takes nothing.
+A server that lost its routes to the majority still accepts clients, but can neither store nor deliver anything for
+them, and may not know it for 20 s (`penstock.bus.cluster.majority`).
 """
 
 import asyncio

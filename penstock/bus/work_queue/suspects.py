@@ -4,9 +4,10 @@ A process that is killed, runs out of memory or crashes reports nothing. So the 
 is handled, and lowered again when its handling has ended, however it did. First deliveries are not counted: nearly all
 messages have no other, and pay nothing.
 
-A death counts for every message that was being handled, also for the innocent. So a message that was there at
-`_DEATHS_TOGETHER` deaths is handled alone: an innocent one then ends, and only a killer gets to `MAX_DEATHS`. Messages
-that wait for that are in hand, but no death counts for them; they all wait in the order in which they came.
+A death counts for every message that was being handled, also for the innocent. So a message that was in hand at
+`_DEATHS_TOGETHER` deaths is handled alone. The handling of an innocent one then ends, and only a killer gets to
+`MAX_DEATHS`. Messages that wait for their turn alone are in hand, but no death counts for them. They wait in the order
+in which they came.
 
 A process that is frozen, or cut off from NATS for longer than the ack wait, counts as dead if another one gets its
 message meanwhile, because that is all that the bus can see of it.
