@@ -1,7 +1,8 @@
 """Models whose fields are explained by the docstrings below them.
 
-pydantic's `use_attribute_docstrings` says the same, but reads the sources when a class is made, which is a fifth of
-what every process spends on its imports. These are read when someone asks: for a JSON schema, or for a page of help.
+pydantic's `use_attribute_docstrings` does the same, but reads the sources when a class is made, which takes a fifth of
+the time that every process spends on its imports. Here they are read only when someone asks for a JSON schema or for a
+page of help.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """Names that settings and records share.
 
-Every command reads settings, and so need not import numpy, which records bring.
+Every command reads settings. With the names here, it need not import numpy, which records import.
 """
 
 TRAIN = "train"

@@ -1,9 +1,9 @@
 """One turn over several replicas: the tokens delivered so far, and the request for the rest.
 
 To continue, the policy needs only the tokens so far. So when a replica dies, the turn does not start over: another
-replica gets the delivered tokens as part of the prompt. Only an answer with a grammar, which would begin anew, starts
-over, and only while its caller has nothing of it. Invariant: the response looks unbroken, over any number of
-attempts and chunks.
+replica gets the delivered tokens as part of the prompt. The exception is an answer with a grammar. The grammar would
+begin anew, so such a turn starts over, and only while its caller has received nothing of it. Invariant: the response
+looks unbroken, over any number of attempts and chunks.
 """
 
 from penstock.errors import NotReadyError, PenstockError, UnavailableError

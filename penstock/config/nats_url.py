@@ -1,4 +1,4 @@
-"""Reads the URL of a NATS server as nats-py does, so that all who read it come to the server that it connects to."""
+"""Reads the URL of a NATS server as nats-py does, so that all its readers find the server that nats-py connects to."""
 
 from typing import Final
 from urllib.parse import SplitResult, urlsplit

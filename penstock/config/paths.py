@@ -1,7 +1,7 @@
 """Types of settings that are paths.
 
-A shell expands `~` only at the start of a word, so not in `--run.dir=~/runs`, and in a recipe nobody does. A variable
-that is not set leaves an empty path, which Python takes for the working directory.
+A shell expands `~` only at the start of a word, so not in `--run.dir=~/runs`; in a recipe, nothing expands it. A shell
+variable that is not set leaves an empty path, which Python takes for the working directory.
 """
 
 import os

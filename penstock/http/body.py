@@ -2,12 +2,11 @@
 
 Invariant: a body counts from its first byte until its request is answered or the application releases it, and a part
 that does not fit is refused before it is stored. Large bodies may take seven eighths of the room, so that small ones
-always find some. Where bodies wait, a large one whose size is declared first waits for room for all of it, and counts
-from then on: a body of which a part is stored never waits for another.
+always find some. Where bodies wait, a large one whose size is declared waits until there is room for all of it, and
+counts from then on. So a body that is partly stored never waits for another.
 
-An application that answers for minutes releases a body once it keeps nothing of it but what it made of it, and bounds
-that itself: the router's wait queue counts the requests that wait, with their images, and its slots bound those that
-engines answer.
+An application that answers for minutes releases a body once it keeps only what it made of it, and bounds that itself:
+the router's wait queue counts the requests that wait, with their images, and its slots bound those that engines answer.
 """
 
 import asyncio

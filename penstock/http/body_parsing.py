@@ -1,7 +1,7 @@
 """Parses the bodies of requests, large ones in threads of their own.
 
-Invariant: a body counts in `penstock.http.body` as long as a thread holds it or what it has made of it: a request that
-is cancelled ends once its thread has.
+Invariant: a body counts in `penstock.http.body` as long as a thread holds the body or what the thread has made of it.
+So a cancelled request ends only once its thread has ended.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Runs blocking calls that may not end, each in a thread of its own, which is ended when its caller is cancelled.
 
-The event loop's pool would not do: calls that do not end would fill it, and a process waits for it at its end.
+The event loop's pool would not do: calls that do not end would fill it, and a process waits for that pool when it ends.
 """
 
 import asyncio

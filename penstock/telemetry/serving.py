@@ -1,4 +1,4 @@
-"""Serves this process's metrics where the recipe wants that; nothing of it is imported where it does not."""
+"""Serves this process's metrics if the recipe asks for it; otherwise nothing of the server is imported."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,10 +1,10 @@
 """A simulated engine that keeps time: a number of slots, answers of given lengths, tokens at a given rate, pushes.
 
-It is so cheap that hundreds of them fit into one process. Delivery is the real engine's (the first token at once, then
-`chunk_tokens` or the tokens of one second, more of long answers), and so is the push: it reads the trainer's shared
-memory, compares true digests, changes its version at commit, and tells its lease of it without waiting. It counts a
-prompt as cached once another call of the same group and version has begun. Invariant: while it is paused no answer
-makes progress.
+It is so cheap that hundreds of them fit into one process. It delivers tokens as the real engine does: the first at
+once, then `chunk_tokens` or the tokens of one second, more of long answers. It also takes a push as the real engine
+does: it reads the trainer's shared memory, compares true digests, changes its version at commit, and tells its lease of
+it without waiting. It counts a prompt as cached once another call of the same group and version has begun. Invariant:
+while it is paused no answer makes progress.
 """
 
 import asyncio

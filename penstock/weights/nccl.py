@@ -1,7 +1,7 @@
 """Settings of NCCL and torch for the process groups of pushes, the same in trainer and engines.
 
-Seen on one GPU (docs/benchmarks.md): a process group that blocks connects to a dead member for ever, deaf to its
-deadline.
+Seen on one GPU (docs/benchmarks.md): a process group that blocks tries to connect to a dead member for ever, whatever
+its deadline.
 """
 
 import datetime

@@ -4,10 +4,10 @@
     class = "penstock.environments.adapters:SlimeEnvironment"
     args = {env = "env_mine.py", config = {max_turns = 3}}
 
-The interface: `build_env(sample, args)` makes an object with `reset()`, with `step(text)`, which returns (observation,
-done, info), with `format_observation(observation)`, which makes a message of it, and optionally with `close()`. As in
-slime, the result of `reset` is not shown, and neither is an observation that ends the episode; the turns are counted
-here, because slime counts them in its loop.
+The interface: `build_env(sample, args)` makes an object with `reset()`, `step(text)`, `format_observation(observation)`
+and optionally `close()`. `step` returns (observation, done, info), and `format_observation` makes a message of an
+observation. As in slime, the result of `reset` is not shown, and neither is an observation that ends the episode. Turns
+are counted here, because slime counts them in its loop.
 """
 
 import dataclasses

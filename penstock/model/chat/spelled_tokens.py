@@ -1,6 +1,6 @@
 """Replaces text that spells special tokens in a chat template's input, and finds it again in the output. Pure.
 
-A mark of private-use characters stands for it. Text that holds these characters is replaced as well.
+A mark of private-use characters stands for the replaced text. Text that holds these characters is replaced as well.
 """
 
 import re

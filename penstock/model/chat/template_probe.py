@@ -1,6 +1,6 @@
 """Finds out what a model's chat template does, by filling it in with test messages.
 
-A template is its model author's program. Content that it cannot show it rejects, or drops silently: Qwen3-VL drops a
+A template is its model author's program. It rejects content that it cannot show, or drops it silently: Qwen3-VL drops a
 second system message and the images of the first. What is dropped depends on the roles and the kinds of parts, hardly
 ever on the words; so each shape of a conversation is tried once, with a mark in place of each text, and the result is
 cached.

@@ -1,5 +1,5 @@
-"""Qwen3.5, most of whose layers attend linearly: they carry a state from token to token, beside which every n-th layer
-attends to all earlier tokens.
+"""Qwen3.5. Most of its layers attend linearly: they carry a state from token to token. Every n-th layer attends to all
+earlier tokens.
 
 Needs neither torch nor transformers.
 """
@@ -58,8 +58,8 @@ def require_known_gates(model: Mapping[str, Any]) -> None:
 
 
 def linear_heads(model: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many heads the layers of the language model have, by their keys in config.json: in linear attention of
-    keys and of values, in the other layers of queries.
+    """Return the numbers of heads in the language model's layers, by their keys in config.json: heads of keys and of
+    values in linear attention, heads of queries in the other layers.
 
     Args:
         model: The content of config.json, of a type that attends linearly.

@@ -1,9 +1,9 @@
 """The Qwen families, with and without vision: special tokens, how images become tokens, and names of parameters.
 
-What engine, worker and trainer must agree on is here, and which members of the families they take. Needs neither torch
-nor transformers. What only one of them computes is there: rotary positions (services/trainer/batching/positions.py),
-layers that take adapters (services/trainer/checks/parameter_patterns.py), calls of the vision tower
-(services/trainer/backend/policy), its memory (services/plan/working_memory.py), and in
+Here is what engine, worker and trainer must agree on, and which members of the families they take. Needs neither torch
+nor transformers. What only one of the three computes is elsewhere: rotary positions
+(services/trainer/batching/positions.py), layers that take adapters (services/trainer/checks/parameter_patterns.py),
+calls of the vision tower (services/trainer/backend/policy), its memory (services/plan/working_memory.py), and in
 services/rollout/engine/sglang_plugin the sizes of SGLang's MLPs (parameters.py) and its image processor
 (image_processors.py).
 

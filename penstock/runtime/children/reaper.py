@@ -1,4 +1,4 @@
-"""Starts and informs a process that kills the OS process groups that this process leaves when it ends in any way."""
+"""Starts and informs a process that kills the OS process groups that this one leaves behind, however this one ends."""
 
 import asyncio
 import os

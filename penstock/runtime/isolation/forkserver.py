@@ -4,9 +4,9 @@
 
 `MODULE` calls `serve`. `SETTINGS` is `ForkserverSettings` as JSON; `WORKERS` is the module's own. The control socket
 carries `SPAWN` with a worker's socket, answered with the new worker's process id, and `REAP` for a worker that was
-killed. A dead worker keeps its process id until then, so the server never kills another process by mistake. Each
-worker leads a process group, which has the programs that it starts if it is not confined. When the control socket
-closes, because the server has ended in any way, this process and these groups end.
+killed. A dead worker keeps its process id until then, so the server never kills another process by mistake. Each worker
+leads a process group, which includes the programs that an unconfined worker starts. When the control socket closes,
+because the server has ended in any way, this process and these groups end.
 """
 
 import errno

@@ -3,8 +3,8 @@
 Inside there is no network, no new process or program and no signal to any process. No file can be opened for writing,
 created, moved or removed. Reading files, memory, threads and open descriptors still work, because sympy and users'
 verifiers need them. The filter stops hostile answers and code that does what its author did not mean; it does not hide
-files that the service may read. A strict filter, for code that a policy writes, does: no file is opened or looked at,
-and no limit of the process is changed.
+files that the service may read. A strict filter, for code that a policy writes, hides them too: no file can be opened
+or looked at, and no limit of the process changed.
 """
 
 import ctypes
