@@ -1,7 +1,8 @@
 """The run folder of a command, from the moment that the command takes it.
 
-Invariants: a folder that was made for the command, and that it could not begin to use, is removed. That of an earlier
-run keeps its recipe until the command has made its checks and writes another: an override that they refuse is not kept.
+Invariants: a folder that was made for the command is removed if the command could not begin to use it. The folder of an
+earlier run keeps its recipe until the command has made its checks and writes another. So an override that the checks
+refuse is not kept.
 """
 
 from collections.abc import Iterator

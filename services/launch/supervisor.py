@@ -1,10 +1,10 @@
 """Keeps the processes of a run running, and stops them in order.
 
 A process that dies is restarted after a pause. One that exits with 2 found a fault that a person must fix: no restart
-would help, so the run ends with its error. The exception is a restart that misses something that was there before, such
-as a frozen NATS server. A process that joins a run that goes on must not end it: one that fails before it has been
-ready leaves again. If the process that ends the run fails while it stops, a person is told. However the run ends,
-none of its processes is left.
+would help, so the run ends with its error. The exception is a restarted process that lacks something that it had
+before, such as a NATS server that is frozen. A process that joins a run that goes on must not end it: one that fails
+before it has been ready leaves again. If the process that ends the run fails while it stops, a person is told. However
+the run ends, none of its processes is left.
 """
 
 import asyncio
@@ -160,9 +160,9 @@ class Supervisor:
     async def stop(self) -> None:
         """End all processes, phase by phase; a process that exceeds its grace is killed.
 
-        The one that ends the run has no limit, unless another process fails for good, before or meanwhile: it may be in
-        the middle of a step, which then needs a push and a checkpoint. Until it has ended, the processes that it needs
-        are kept running.
+        The process that ends the run has no limit, because it may be in the middle of a step, which then needs a push
+        and a checkpoint. It gets a limit if another process fails for good, before or meanwhile. Until it has ended,
+        the processes that it needs are kept running.
 
         Raises:
             UserError: a process exited with 2, meanwhile or because of the stop; the message is the process's own.

@@ -1,6 +1,6 @@
 """Answers the hosts that ask: POST /v1/host, with the token and TLS of every other port.
 
-A host that has asked says when it has looked at this one's ports, which are open until then.
+A host that has asked says when it has tried this host's ports, which stay open until then.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """The ports of a run that its hosts must reach, and how one host finds out whether it reaches another's.
 
 Each host says a greeting on its ports, so that an answer of some other program or host is not taken for it. A port on
-which a program listens already, such as that of a nats-server, has none: it is reached if it takes connections.
+which a program listens already, such as that of a nats-server, has no greeting: it counts as reached if it takes
+connections.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""The reward profiles and environments that prompts may name, compared before any process starts with those that they
-do name: the processes would refuse every group with another one.
+"""Compares the reward profiles and environments that prompts name with those that they may name, before any process
+starts. The processes would refuse every group that names another one.
 
 The names are those of the processes that start here. Profiles are not compared if `worker.reward_address` names another
 reward service, which may have verifiers of its own.

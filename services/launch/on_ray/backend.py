@@ -1,8 +1,9 @@
 """Starts the processes of a run as actors on a Ray cluster.
 
 Invariant: each engine, each worker and the trainer has a placement group of its own, which keeps its GPUs between its
-starts. One that is lost with its host gives its group up and is placed anew, on whichever host has room. NATS, router
-and reward service need no group: they are pinned to the launcher's host and take nothing of Ray's count.
+starts. A process that is lost with its host gives its group up and is placed anew, on whichever host has room. NATS,
+router and reward service need no group: they are pinned to the launcher's host and take none of the resources that Ray
+counts.
 """
 
 import asyncio

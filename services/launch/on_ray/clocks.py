@@ -1,4 +1,4 @@
-"""What a host's clock that is not the launcher's means for the run. Pure."""
+"""What it means for the run if a host's clock differs from the launcher's. Pure."""
 
 from services.doctor.hosts.comparison import BROKEN_CLOCK_S, MAX_CLOCK_S
 

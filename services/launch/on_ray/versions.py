@@ -1,4 +1,4 @@
-"""What a host has installed beside what the launcher's has, and what that means for the run. Pure."""
+"""Compares what a host has installed with what the launcher's has, and says what differences mean for the run. Pure."""
 
 from services.doctor.hosts.builds import BUILD_REMEDY, go_together, without_build
 from services.launch.on_ray.facts import Facts

@@ -1,4 +1,4 @@
-"""How often a run is shown: what looks at all of its steps takes longer the more there are."""
+"""How often a run is shown: work that reads all of its steps takes longer the more there are."""
 
 import math
 import time
