@@ -1,9 +1,9 @@
-"""Calculates the memory that a run takes of its machine, which is none of its GPUs'.
+"""Calculates the memory that a run takes of its host, beside that of its GPUs.
 
-A trainer of one rank loads the whole model in float32 here; of several, each reads its shard tensor by tensor, and with
-adapters some tensors whole, one at a time, which is not counted. Engines on GPUs map the weight files, whose pages the
-kernel can reclaim, so only their processes count. The memory of a process without weights was measured on a CPU; CUDA's
-own share comes on top.
+A trainer of one rank loads the whole model in float32 into the host's memory. Of several ranks, each reads its shard
+tensor by tensor. With adapters it also reads some tensors whole, one at a time, which is not counted. Engines on GPUs
+map the weight files, whose pages the kernel can reclaim, so only their processes count. The memory of a process without
+weights was measured on a CPU; CUDA's own share comes on top.
 """
 
 from collections.abc import Iterator

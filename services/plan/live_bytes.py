@@ -1,6 +1,7 @@
 """Counts the bytes of tensors alive at a time, and the most of each phase.
 
-torch's own tracker (`MemTracker`) counts as many, but only for the whole pass, and takes about twice as long.
+torch's own tracker (`MemTracker`) counts the same number of bytes, but only for the whole pass, and takes about twice
+as long.
 """
 
 import weakref

@@ -2,7 +2,7 @@
 
 Buckets arrive in buffers, which exist as long as a part of them is in flight or being loaded. Large weights arrive in
 place only in an engine of one process that has proven the addresses of its parameters, so its first push takes most.
-The processes of an engine of several then put whole weights together, one at a time, to compare digests; the buffers
+In an engine of several processes, these then put whole weights together, one at a time, to compare digests; the buffers
 are gone by then. A weight that an adapter changes is computed in float32, after the base's digests have been compared.
 """
 

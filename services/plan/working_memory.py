@@ -1,9 +1,9 @@
 """Counts the memory that one packed row takes in its forward and backward pass, beside weights and their gradients.
 
 It is not estimated by a formula: the trainer's own policy computes a row of tensors without memory (`shapes_only`) with
-a model of the same widths, and the bytes that exist at a time are counted. Layers of a kind are alike, and blocks, so a
-small model and one with each of these more determine the sum: each phase on its own, because in small models another
-phase takes the most.
+a model of the same widths, and the bytes that exist at a time are counted. Layers of one kind are alike, and so are
+blocks. So the sum follows from a small model and from models with one layer of a kind, or one block, more. Each phase
+is summed on its own, because in small models another phase takes the most.
 
 Invariant: attention is counted as computed on a GPU in half precision, without copies for buckets.
 """
