@@ -1,4 +1,4 @@
-"""Returns memory that the C library keeps after a burst of items to the system.
+"""Returns to the system the memory that the C library keeps after a burst of items.
 
 Items allocate and free megabytes of text, and the remaining allocations between them pin whole pages. After a day's run
 that was 9 MB of a 60 MB process, all of it free and useless until the next burst.

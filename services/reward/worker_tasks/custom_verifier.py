@@ -6,11 +6,11 @@ from 0 to 1, or, to name the answer it found, a dict or object with `credit` and
     def verify(golds: list[str], response: str, prompt: str) -> float:
         return float(response.strip() in golds)
 
-It runs one item at a time, under the item's deadline and the workers' limits, without network, other processes and
-writing files; what it imports when its module is loaded, all workers share. If it raises, or returns anything else, the
-item's status is FAILED. Its worker goes on to other items, unless the verifier left threads behind: then the worker is
-replaced, and they end with it. A verifier that runs code out of responses gives the worker to that code, so set
-reward.recycle_after = 1: then no other item comes to that worker.
+It runs one item at a time, under the item's deadline and the workers' limits. It can neither use the network nor start
+processes nor write files. All workers share what its module imports when it is loaded. If it raises, or returns
+anything else, the item's status is FAILED. Its worker goes on to other items, unless the verifier left threads behind:
+then the worker is replaced, and they end with it. A verifier that runs code out of responses gives the worker to that
+code, so set reward.recycle_after = 1: then no other item comes to that worker.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 A replica whose fair share is 3.4 calls runs 3 (12% less) or 4 (18% more), and nearly always the same number: least
 loaded alone left replicas of eight slots 22 to 28% off over minutes (docs/benchmarks.md, "Replicas that come and go").
-So the difference is integrated over time, counted as load, as an integral controller does, and decays. Invariant: the
+So the difference is integrated over time, as in an integral controller, and counted as load; it decays. Invariant: the
 correction stays within a quarter of a replica's slots, so that the past never outweighs the present load.
 """
 

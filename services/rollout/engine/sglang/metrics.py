@@ -2,8 +2,8 @@
 
 prometheus_client decides at its import whether metrics are kept in memory or in files, but it looks at that decision
 for each metric, and each combination of labels, that it creates. In an engine's process, after `keep_in_files`, the
-name decides: SGLang's are kept in files, ours in memory. Its children inherit that, if they are forked; those that are
-spawned keep all of theirs in files. `sglang_plugin/metric_files.py` reserves room for the files.
+name decides: SGLang's are kept in files, ours in memory. Children that are forked inherit that; children that are
+spawned keep all of their metrics in files. `sglang_plugin/metric_files.py` reserves room for the files.
 """
 
 import asyncio

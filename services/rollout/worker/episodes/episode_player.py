@@ -1,9 +1,9 @@
 """Plays one sample: turn by turn, from the environment's first messages to its end.
 
-Invariants: token in, token out: a turn's request has exactly the ids of the turns before, without thoughts where
-`worker.strip_thinking` says so, and of the environment's answers; the policy's own ids are never made from text. A
-sample with tokens is never thrown away: if it ends early, its finish reason says why. Only a sample without any token
-fails its group.
+Invariants: token in, token out: a turn's request has exactly the ids of the turns before and of the environment's
+answers, without thoughts where `worker.strip_thinking` says so. The policy's own ids are never made from text. A sample
+with tokens is never thrown away: if it ends early, its finish reason says why. Only a sample without any token fails
+its group.
 """
 
 import dataclasses

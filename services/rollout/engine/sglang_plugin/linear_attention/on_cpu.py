@@ -1,4 +1,4 @@
-"""The gated delta rule on a CPU, in plain PyTorch: for it SGLang has kernels for accelerators alone. Runs inside
+"""The gated delta rule on a CPU, in plain PyTorch, because SGLang has kernels for it on accelerators only. Runs inside
 SGLang's scheduler.
 
 The rule itself is transformers': by chunks for prompts, token by token in decoding. A request's state, and the window
