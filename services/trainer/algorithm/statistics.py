@@ -3,8 +3,8 @@
 Legend: N = own tokens of the whole batch.
 
 Invariant: they cover the samples that can have a policy gradient: judged, not masked, in a group whose numbers are all
-finite. Equal rewards leave no sample out; but an advantage of 0 enters only the mean weight, so without that such
-samples need not be computed.
+finite. Equal rewards leave no sample out. But a sample with an advantage of 0 enters only the mean weight, so it need
+not be computed where that mean is not used.
 
 They come from one pass over the batch without gradient, before the first loss, and enter every loss as constants. So
 loss, gradient and metrics do not depend on how the batch is cut, on its order, or on the number of ranks. Only

@@ -5,9 +5,9 @@ Legend: N = the policy's own tokens of a row, L = layers with experts, E = exper
 All ranks call each method together. Each computes its own rows and gets what the others computed, so all return the
 same; only the gradient stays on each rank's own weights, until `ranks.sharding` sums it.
 
-Results stay on the device until the last row is queued. Read row by row, they would have a GPU wait for the host after
-each row, and what is queued for the next would come late. So a log-probability that is not finite has gone through the
-loss, and into the gradient, before it is noticed; what calls this then forgets the gradient.
+Results stay on the device until the last row is queued. If they were read row by row, a GPU would wait for the host
+after each row, and the next row's work would be queued late. So a log-probability that is not finite has gone through
+the loss, and into the gradient, before it is noticed; what calls this then forgets the gradient.
 """
 
 from collections.abc import Callable, Sequence

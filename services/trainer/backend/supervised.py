@@ -1,5 +1,5 @@
-"""The backend of supervised training: the cross-entropy of demonstrations, with the packed rows and the optimizer of
-all.
+"""The backend of supervised training: the cross-entropy of demonstrations, with the same packed rows and optimizer as
+in reinforcement learning.
 """
 
 import time

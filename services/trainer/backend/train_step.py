@@ -15,8 +15,8 @@ chunks wait until it is complete (`statistics.whole_batch_setting`).
 
 How demonstrations are learned: their cross-entropy has a denominator of its own, so their rows come last, when the
 gradient of the groups has its factor, and are added to it once. Where all tokens with an advantage are rejected the
-step learns them alone, as a regulariser would act alone. A batch of which no group can be trained is skipped with them:
-it is broken, and must end the run if others follow.
+step learns them alone, as a regulariser would act alone. A batch of which no group can be trained is skipped, and its
+demonstrations with it: the batch is broken, and must end the run if others follow.
 
 How a batch is trained by many ranks: each has all groups and plans all rows, computes those that are its own, and
 gets the results of the others' tokens from them. So all take the same decisions on the same numbers, work that belongs

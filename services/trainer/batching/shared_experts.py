@@ -1,4 +1,4 @@
-"""Gives what samples of a group begin with one choice of experts.
+"""Gives the common beginning of a group's samples one choice of experts.
 
 Samples of a group may come from different replicas, whose routers chose differently for the same prompt. A row that
 holds the prompt once can replay only one choice.

@@ -1,8 +1,13 @@
 """The run's metrics: one JSON object per step, in the order of the weights' surviving history.
 
-Each row also says when it was written: `time` (UTC, ISO 8601), `trainer_start`, the number of the trainer's start that
-wrote it, from 1, `trainer_deaths`, how many of those before it died, and `elapsed_s`, the seconds that this trainer and
-those before it had run, without the pauses between them. A trainer that dies leaves a file, `metrics-running`.
+Each row also says when it was written:
+
+- `time`: UTC, ISO 8601;
+- `trainer_start`: the number of the trainer's start that wrote it, from 1;
+- `trainer_deaths`: how many of the starts before it died;
+- `elapsed_s`: the seconds that this trainer and those before it had run, without the pauses between them.
+
+A trainer that dies leaves a file, `metrics-running`.
 
 Invariant: the file has each step at most once. When a run continues from a checkpoint, the lines that a crashed trainer
 wrote after it are moved to a separate file.

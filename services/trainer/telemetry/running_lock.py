@@ -1,6 +1,6 @@
 """Shows viewers that a trainer works in the run folder: it keeps `.trainer.lock` locked until it ends.
 
-The kernel frees the lock however the process ends. The lock keeps no other trainer out: that one on the bus does.
+The kernel frees the lock however the process ends. This lock keeps no other trainer out; the one on the bus does.
 """
 
 import asyncio

@@ -6,8 +6,8 @@ A broadcast cannot be interrupted: its members are released when it ends, at its
 leaves. After an error the group is unusable; close it and open another under a new name.
 
 With NCCL, members connect in their first broadcast, so `form` proves nothing and a missing member is noticed in the
-transfer. Connecting ends at a timeout of its own (`penstock.weights.nccl`), which was seen on a GPU. To take apart a
-group whose member died in the midst of a transfer took NCCL longer there than `close` waits for it.
+transfer. Connecting ends at a timeout of its own (`penstock.weights.nccl`), which was seen on a GPU. There, NCCL took
+longer than `close` waits to take apart a group whose member died in the midst of a transfer.
 """
 
 import collections

@@ -1,11 +1,11 @@
 """Compiles the policy's layers, and what follows the head's products, with torch.compile.
 
 On a GPU a step of a small model takes longer between the products than in them: norms, rotations and activations are
-many small kernels, each of which reads and writes all of a row. Compiled, those between two products are one. A layer
-of the text, or a block of the tower, is compiled once and serves all of them and rows of every length; attention is an
-operation in it, so the host starts a layer in one piece.
+many small kernels, each of which reads and writes all of a row. Compiled, the kernels between two products are one. A
+layer of the text, or a block of the tower, is compiled once and serves all of them and rows of every length; attention
+is an operation in it, so the host starts a layer in one piece.
 
-Sums are rounded in another order than without, so results differ by rounding errors.
+Sums are rounded in another order than without compilation, so results differ by rounding errors.
 """
 
 from collections.abc import Callable, Iterable

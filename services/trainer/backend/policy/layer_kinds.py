@@ -1,4 +1,4 @@
-"""Which layers of a language model attend to all earlier tokens, and what those that have a state instead multiply."""
+"""Which layers of a language model attend to all earlier tokens, and what the others, which have a state, multiply."""
 
 from typing import Any
 

@@ -7,16 +7,16 @@ Convention: logits are divided by the temperature, forbidden ids are removed, th
 top-k or top-p.
 
 Logits exist in chunks of tokens and ids. The forward pass keeps a running log-sum-exp (Milakov and Gimelshein 2018,
-"Online normalizer calculation for softmax"). The backward pass computes the products of each chunk again, or has them
-kept in half precision, as it has other activations. With l the tempered logits,
-p = softmax(l), e = the sampled token and H = lse - sum p l:
+"Online normalizer calculation for softmax"). The backward pass computes the products of each chunk again, or finds them
+kept in half precision, like other activations. With l the tempered logits, p = softmax(l), e = the sampled token and H
+= lse - sum p l:
 
     d logp / d l = 1[e] - p        d H / d l = -p (l - sum p l)
 
 A batch whose logits are one chunk keeps them for the backward pass.
 
-What follows a product is elementwise, and on a GPU many kernels that each read and write logits in float32. Compiled
-they are few, and write logits only where these are kept.
+What follows a product is elementwise: on a GPU many kernels, each of which reads and writes logits in float32.
+Compiled, they are few, and write logits only where logits are kept.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ loss, padding, what is computed again for the backward pass, and the merging of 
 number of tokens.
 
 A backward pass multiplies once more for the gradient of a product's inputs, where this part of the model or one before
-it is trained, and once more for that of a matrix that is trained. The first layer whose weights are trained counts the
+it is trained, and once more for the gradient of a trained matrix. The first layer whose weights are trained counts the
 gradient of its inputs too, as usual in "6 operations for each parameter and token" (Kaplan et al. 2020, "Scaling Laws
 for Neural Language Models", section 2.1).
 """

@@ -1,4 +1,4 @@
-"""Packs sequences into rows, each of which is built while the one before is computed, on the rank that computes it."""
+"""Packs sequences into rows. The rank that computes a row also builds it, while the row before is computed."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,6 +1,6 @@
 """One rank's share of a row that several ranks compute together (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
-Outside attention each rank computes neighbouring tokens of the row, as equally many as possible. In attention it
+Outside attention each rank computes neighbouring tokens of the row, as equal in number as possible. In attention it
 computes some of the heads for all tokens: an all-to-all exchange before it and another after it swap one division for
 the other. Heads of keys and values are repeated where there are fewer of them than ranks.
 

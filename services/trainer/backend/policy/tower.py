@@ -1,7 +1,7 @@
 """The vision tower over the different images of a row.
 
-Whatever transformers derives from the images' sizes (positions, offsets, windows) is derived on the host. Derived on a
-GPU, each block would wait until the GPU has done all that is queued, to read how long the images are.
+Whatever transformers derives from the images' sizes (positions, offsets, windows) is derived on the host. On a GPU,
+each block would have to wait until the GPU has done all that is queued, only to read how long the images are.
 
 Legend: T = patches of a row's different images, H = attention heads, D = head dimension, J = placeholders, W = hidden
 size of the text, U = different images.

@@ -1,10 +1,10 @@
 """What each rank says of itself every second, and what rank 0 concludes from all of it. No I/O.
 
-A rank that is dead or frozen says nothing. One that lives but is stuck says so without knowing it: within a command all
-ranks enter the same collectives in the same order, so the one that has entered the fewest is the one that the others
-wait for. While it computes or reads, its processor time grows; if nothing of it moves for `STALL_S`, it will not come.
-A rank that is busy and yet never comes is not told from a slow one, nor is rank 0, whose process serves others as well,
-nor one that waits for its GPU: CUDA keeps a core busy with it.
+A rank that is dead or frozen says nothing. A rank that lives but is stuck shows it without knowing: within a command
+all ranks enter the same collectives in the same order, so the one that has entered the fewest is the one that the
+others wait for. While it computes or reads, its processor time grows; if nothing of it moves for `STALL_S`, it will not
+come. Some stuck ranks cannot be told from slow ones: a rank that is busy and yet never comes; rank 0, whose process
+serves others as well; and a rank that waits for its GPU, because CUDA keeps a core busy with waiting.
 """
 
 import json

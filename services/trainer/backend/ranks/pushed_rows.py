@@ -2,8 +2,8 @@
 
 A rank that can open that memory writes straight into it, beside the others. One on another machine, or in another
 container, sends its rows to rank 0 through the hosts' memory, after those of the ranks before it. Rows are rounded,
-written and sent in parts of at most `MAX_BUCKET_BYTES`. Besides its shards a rank holds one of them on its device, and
-two in its host's memory.
+written and sent in parts of at most `MAX_BUCKET_BYTES`. Besides its shards a rank holds one such part on its device,
+and two in its host's memory.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Which rank computes which row, and when. Pure.
 
 Ranks compute in rounds: in each, every rank computes one row, and all wait for each other, because they hold shares of
-the weights. So rows of about equal cost belong into one round: dealt out from the costliest on, the longest rows of all
-rounds take the least time together.
+the weights. So rows of about equal cost belong in one round. If rows are dealt out from the costliest on, the longest
+rows of all rounds together take the least time.
 """
 
 from collections.abc import Callable, Sequence

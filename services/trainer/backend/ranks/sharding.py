@@ -8,8 +8,8 @@ and no rank waits for another.
 With replicas (HSDP) a group of neighbouring ranks holds shards of all weights: they gather and sum among themselves,
 and then each sums its shard of the gradient with the ranks that hold the same one. So all replicas stay equal.
 With expert parallelism the experts of a layer are a unit of their own, which only the ranks that own them share
-(`expert_groups`). Their gradient has the tokens of all ranks that exchange tokens before it is summed over those that
-share them: together that is all ranks.
+(`expert_groups`). Their gradient already covers the tokens of all ranks that exchange tokens; then it is summed over
+the ranks that share them. Together these are all ranks.
 
 Invariant: gradients are plain sums over ranks. Weights of tokens are the whole batch's, so no factor of the number of
 ranks appears anywhere.

@@ -1,7 +1,8 @@
 """Has ranks of several machines meet in the same start, although each torchrun counts its own restarts.
 
-Ranks join those of the same start. Until they have, they do not hear of each other's end, so one machine's may be at a
-later start than another's. Ranks that are behind then end, and their torchrun starts them again, until none is behind.
+Ranks join those of the same start. Until they have joined, they do not notice each other's end, so the ranks of one
+machine may be at a later start than those of another. Ranks that are behind then end, and their torchrun starts them
+again, until none is behind.
 """
 
 import threading

@@ -1,8 +1,8 @@
 """Keeps the groups of a run beside training: those that a step trained, that were left out, or that were evaluated.
 
-Descriptions are made and written in a thread of their own. What waits for it is bounded; groups beyond the bound are
-counted and not kept, and so are those that wait at the end and that the disk does not take in time. An error of the
-disk is logged once, counted, and never reaches the run.
+Descriptions are made and written in a thread of their own. The groups that wait for it are bounded. Groups beyond the
+bound are counted and not kept, and so are groups that still wait at the end and that the disk does not take in time. An
+error of the disk is logged once, counted, and never reaches the run.
 """
 
 import functools
