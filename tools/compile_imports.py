@@ -1,7 +1,8 @@
 """Import once what the services import, so that Python keeps the compiled modules; `make setup` ends with it.
 
-Without them every process of every run compiles SGLang, torch and transformers anew: 11 of the 20 CPU-seconds that an
-engine's imports take. PYTHONDONTWRITEBYTECODE, which many containers set, would keep it so; this program disregards it.
+Without the compiled modules, every process of every run compiles SGLang, torch and transformers anew: 11 of the 20
+CPU-seconds that an engine's imports take. PYTHONDONTWRITEBYTECODE, which many containers set, would keep Python from
+storing them; this program disregards it.
 """
 
 import importlib

@@ -5,7 +5,7 @@
     python -m tools.record_replay --again   keep the groups that are there and compute the steps again
 
 The first is needed where records change. The second is right where a step is computed in another order: its numbers
-then differ from the recorded ones by rounding errors. It prints by how much, so that more than that is seen.
+then differ from the recorded ones by rounding errors. It prints by how much, so that a larger difference is noticed.
 """
 
 import argparse

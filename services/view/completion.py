@@ -1,4 +1,4 @@
-"""Tells from the files of a training run whether everything is done that its recipe asks for."""
+"""Tells from the files of a training run whether everything that its recipe asks for is done."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Looks at the lock files of launchers and trainers, which the kernel frees however their process ends.
 
-Invariant: a file system that does not answer, as NFS whose lockd cannot be reached, holds up one thread for each file.
+Invariant: a file system that does not answer, such as NFS whose lockd cannot be reached, holds up one thread for each
+file.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 """Lets a browser in: the token in the page's address becomes a cookie, and the cookie the header that servers ask for.
 
-So pages, pictures and data need the token as every other HTTP server of Penstock does, and it does not stay in the
-address, where it would be seen over a shoulder or copied into an issue. An address for a program that opens a browser,
-whose arguments all users of the machine may read, has a key in place of the token, which lets in one browser.
+So pages, pictures and data need the token as every other HTTP server of Penstock does, and the token does not stay in
+the address, where it would be seen over a shoulder or copied into an issue. An address for a program that opens a
+browser, whose arguments all users of the machine may read, has a key in place of the token, which lets in one browser.
 """
 
 import secrets

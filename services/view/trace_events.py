@@ -4,8 +4,8 @@ A process of the run is a process there; its overlapping spans are on several th
 nest. A span that has waited or decoded says so in its arguments.
 
 Perfetto drops a slice that overlaps another of its thread, even by a nanosecond. So times are whole microseconds, and
-threads are chosen by the times as written, not by those before rounding. It names a thread by its number alone, and
-takes one whose number is its process's for the main thread: so no number is used twice, for threads or processes.
+threads are chosen by the times as written, not by those before rounding. It knows a thread by its number alone, and
+takes a thread with its process's number for the main thread. So no number is used twice, for threads or processes.
 """
 
 import itertools

@@ -1,9 +1,10 @@
 """Reads the spans in `trace` of a run folder, of all processes on one clock.
 
-The clock is the NATS server's. It stores each batch of spans with its own time, and the smallest difference to the time
-at which the process says that it sent the batch is how far its clock is off, together with the way of a message. Below
-`_SKEW_S`, which a busy machine may need for that way, the process's own clock counts. What the trainer and the launcher
-write to files themselves is moved by the skew of the trainer's batches, and of any process on the launcher's host.
+The clock is the NATS server's. The server stores each batch of spans with its own time, and the batch says when its
+process sent it. The smallest difference between the two is how far the process's clock is off, plus the time that a
+message takes. Below `_SKEW_S`, which a message may take on a busy machine, the process's own clock counts. What the
+trainer and the launcher write to files themselves is moved by the skew of the trainer's batches, and of any process on
+the launcher's host.
 """
 
 from bisect import bisect_right
