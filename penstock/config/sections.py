@@ -87,8 +87,8 @@ class BusConfig(Config):
     5, while two are. All processes of a run must have the same number."""
     lease_ttl_s: float = pydantic.Field(default=5.0, ge=1.0)
     """Seconds after which an unrenewed lease lapses, and its replica or trainer counts as dead; others notice up to two
-    seconds later. Leases are renewed three times as often. Whoever deploys many hundreds of engines, or on a network
-    that is away for seconds, raises it, in all processes of the run."""
+    seconds later. Leases are renewed three times as often. Raise it, in all processes of the run, for many hundreds of
+    engines, or for a network that is away for seconds."""
     ack_wait_s: float = pydantic.Field(default=10.0, ge=1.0)
     """A worker that has not reported progress for this many seconds loses its prompt group to another worker."""
 

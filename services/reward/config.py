@@ -96,8 +96,8 @@ class RewardConfig(Config):
     """Worker processes for symbolic comparison; each has one item at a time."""
     deadline_s: float = pydantic.Field(default=1.0, gt=0, le=MAX_DEADLINE_S)
     """Wall-clock limit of one item without its own, in seconds from when a worker takes it; then the worker is killed.
-    At most 50 s, as for items that ask for their own: workers first wait a minute for a group's verdicts. What takes
-    longer belongs in an environment or agent of your own."""
+    At most 50 s, as for items that ask for their own, because rollout workers first wait a minute for a group's
+    verdicts. What takes longer belongs in an environment or agent of your own."""
     memory_limit_mb: int = pydantic.Field(default=192, ge=128)
     """Memory that a worker process may take, in MiB of address space, beyond what it starts with: its libraries and the
     custom verifiers. All workers together may take 192 MiB, or as much as one if that is more."""
@@ -107,8 +107,8 @@ class RewardConfig(Config):
     """A worker process is replaced by a fresh one after this many items; 1 isolates items from each other if a verifier
     runs code out of responses."""
     geo3k_tolerance: Decimal = pydantic.Field(default=Decimal("0.05"), ge=0)
-    """Profile geo3k: largest right |answer - gold| for gold answers that are rounded labels: written with a decimal
-    point, or an integer of at least 100 in absolute value; 0 is strict."""
+    """Profile geo3k: largest |answer - gold| of a right answer, for gold answers that are rounded labels. A rounded
+    label is written with a decimal point, or is an integer of at least 100 in absolute value. 0 is strict."""
     profiles: dict[str, ProfileConfig] = pydantic.Field(default_factory=dict)
     """Scales of the profiles, by profile: [reward.profiles.math] reward_min = -1."""
     verifiers: dict[str, Annotated[str, pydantic.AfterValidator(expand_home)]] = pydantic.Field(default_factory=dict)

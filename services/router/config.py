@@ -53,7 +53,7 @@ class RouterConfig(Config):
     wait_for_replica_s: float = pydantic.Field(default=30.0, ge=0)
     """Seconds that a call may wait, in total or since its last tokens, while no replica can take it; then it fails with
     UNAVAILABLE, or with RESOURCE_EXHAUSTED if replicas keep rejecting it. While replicas are merely at their limit, it
-    waits until its deadline, and so does a call that has just broken a replica: after three replicas in a row it fails
+    waits until its deadline. So does a call that has just broken a replica; one that has broken three in a row fails
     with ABORTED. A call of an agent's session waits as long as its episode has time."""
 
 

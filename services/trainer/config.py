@@ -76,9 +76,9 @@ class OptimizerConfig(Config):
     grad_clip: float = pydantic.Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; a larger one is scaled down to it."""
     offload: bool = False
-    """Keep AdamW's averages and the float32 weights in the host's memory, and compute the update there: on the device
-    only the weights in trainer.dtype remain, and with several ranks not even those, but for the layers that it computes
-    with. Slower; for models that do not fit otherwise. Not run on a GPU yet."""
+    """Keep AdamW's averages and the float32 weights in the host's memory, and compute the update there. On the device
+    only the weights in trainer.dtype remain; with several ranks, only those of the layers that it computes with.
+    Slower; for models that do not fit otherwise. Not run on a GPU yet."""
 
     @pydantic.field_validator("betas")
     @classmethod
@@ -131,24 +131,24 @@ class WeightSyncConfig(Config):
     transport: Literal["auto", "broadcast", "disk", "shared_memory", "delta"] = "auto"
     """How weights travel. auto: shared_memory if the trainer computes on a CPU, else broadcast. broadcast: over NCCL
     between GPUs, over gloo between CPUs. disk: replicas read weight files, in a folder that they see under the same
-    path as the trainer. shared_memory: replicas on the trainer's machine copy from its memory, which with several ranks
-    or optimizer.offload is the host's, and else on a GPU a CUDA handle, which has been run into a plain process, not
-    into an engine. Replicas that cannot use disk or shared_memory get a broadcast. delta: for slow links, compressed
-    over gRPC while engines still generate: only what changed to a replica that holds the version before and is one
-    process, all weights to others. It needs time and one more copy in memory in the trainer, and room in TMPDIR of
-    trainer and engines."""
+    path as the trainer. shared_memory: replicas on the trainer's machine copy from its memory. With several ranks or
+    optimizer.offload that is the host's memory; otherwise, on a GPU, they open it by a CUDA handle, which has been run
+    into a plain process, not into an engine. Replicas that cannot use disk or shared_memory get a broadcast. delta: for
+    slow links, compressed over gRPC while engines still generate. A replica that holds the version before and is one
+    process gets only what changed, others get all weights. It needs time and one more copy in memory in the trainer,
+    and room in TMPDIR of trainer and engines."""
     files_dir: OptionalPath = None
-    """Folder in which each version is written as weight files, from which replicas that join later load it: in a folder
-    of the run folder's name, where the newest two versions are kept. They stay when the run ends, for engines that live
-    on; `penstock runs delete` removes them. Unset: only transport disk writes them, to `weights` in the run's
-    folder."""
+    """Folder for the weight files of each version, from which replicas that join later load it. The files are in a
+    subfolder with the run folder's name, where the newest two versions are kept. They stay when the run ends, for
+    engines that live on; `penstock runs delete` removes them. Unset: only transport disk writes them, to `weights` in
+    the run's folder."""
     stage_timeout_s: float = pydantic.Field(default=30.0, gt=0)
-    """The longest that each stage of a push may take that moves no weights: to prepare, which includes forming the
-    process group of a broadcast, and to stop generating. A replica that hangs costs a push this once."""
+    """The longest time of each stage of a push that moves no weights: to prepare, which includes forming the process
+    group of a broadcast, and to stop generating. A replica that hangs costs a push this time once."""
     transfer_timeout_s: float = pydantic.Field(default=120.0, gt=0)
-    """The longest that each stage of a push may take that moves or reads all weights: to upload a delta, to receive and
-    load the weights, and to compute their digests. Over NCCL, replicas that have not begun to receive within
-    TORCH_NCCL_NONBLOCKING_TIMEOUT seconds, 30 by default, fail before."""
+    """The longest time of each stage of a push that moves or reads all weights: to upload a delta, to receive and load
+    the weights, and to compute their digests. Over NCCL, replicas that have not begun to receive within
+    TORCH_NCCL_NONBLOCKING_TIMEOUT seconds, 30 by default, fail earlier."""
 
     def own_files_dir(self, run_folder: Path) -> Path | None:
         """Return the folder in `files_dir` of the run in `run_folder`; None without `files_dir`.
@@ -182,10 +182,10 @@ class BackendConfig(Config):
     gradient_checkpointing: bool = False
     """Recompute activations, logits included, in the backward pass: less memory, about a third more time."""
     compile: bool = False
-    """Compile the layers of text and tower, and what follows the head's products, with torch.compile: on a GPU a step
-    is faster and takes less memory, but the first takes a minute. Most of it comes with long rows: micro_batch_tokens
-    of 16384 or more. Results differ by rounding errors. For dense models on one rank, without adapters or linear
-    attention."""
+    """Compile the layers of text and tower, and what follows the head's products, with torch.compile. On a GPU a step
+    is then faster and takes less memory, but the first step takes a minute. The gain is largest with long rows:
+    micro_batch_tokens of 16384 or more. Results differ by rounding errors. For dense models on one rank, without
+    adapters or linear attention."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -231,12 +231,12 @@ class TrainerConfig(BackendConfig):
     """Port on which TrainerService listens; 0 takes any that is free."""
     ranks: int = pydantic.Field(default=1, ge=1)
     """Processes that compute each step together, each on a GPU of its own and with its share of weights, gradients and
-    AdamW's averages. The trainer starts them on its machine; leave it out where torchrun does."""
+    AdamW's averages. The trainer starts them on its machine; leave this unset where torchrun starts them."""
     hsdp_replicas: int = pydantic.Field(default=1, ge=1)
     """Groups of neighbouring ranks that each hold shards of all weights (HSDP); it must divide the number of ranks.
-    Weights are gathered inside a group, and between groups only each rank's shard of the gradient is summed: for
-    several machines, one group on each, whose network is slower than what they have inside. A rank's share of the
-    memory is larger by this factor. 1: all ranks are one group."""
+    Weights are gathered inside a group; between groups only each rank's shard of the gradient is summed. For several
+    machines, one group on each, if the network between machines is slower than what they have inside. A rank's share of
+    the memory is larger by this factor. 1: all ranks are one group."""
     expert_parallel: int = pydantic.Field(default=1, ge=1)
     """Neighbouring ranks that divide the experts of each layer among themselves and send tokens to the owners; it must
     divide the number of ranks and of experts. 1: a layer's experts are all gathered on each rank. For mixtures whose
@@ -252,14 +252,15 @@ class TrainerConfig(BackendConfig):
     max_staleness: int = pydantic.Field(default=1, ge=0)
     """Most versions by which a group's oldest token may lag the published version; 0 is synchronous GRPO."""
     streaming: bool = True
-    """Compute the gradient of groups as they arrive, once they have micro_batch_tokens, or half of what their batch
-    lacks if that has more, while others are still played. Off: wait for the whole batch, so that a step's numbers do
-    not depend on arrival times, not even by rounding errors. Algorithms that compare groups with each other always
-    wait."""
+    """Compute the gradient of groups as they arrive, while others are still played: once they have micro_batch_tokens,
+    or, in a batch of more tokens than that, once they are half of what it lacks. Off: wait for the whole batch, so that
+    a step's numbers do not depend on arrival times, not even by rounding errors. Algorithms that compare groups with
+    each other always wait."""
     checkpoint_every: int = pydantic.Field(default=10, ge=1)
     """Steps between checkpoints. Groups stay on the bus until a checkpoint holds what became of them."""
     keep_checkpoints: int = pydantic.Field(default=2, ge=1)
-    """Older checkpoints are deleted, one that `penstock eval` or `penstock export` reads at the save after its end."""
+    """Checkpoints to keep; older ones are deleted. One that `penstock eval` or `penstock export` reads is deleted at
+    the first save after the command has ended."""
     record_groups: bool = False
     """Keep the inputs of every step in the run folder, for `penstock replay`: groups in order, settings, digests."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()

@@ -29,8 +29,8 @@ class SlurmConfig(Config):
     """Whether the job is queued again, and goes on from its newest checkpoint, when it was preempted, a node failed or
     its time is over."""
     signal_s: int = pydantic.Field(default=300, ge=1, le=65535)
-    """Seconds before the time limit at which the run ends its step and writes a checkpoint. Longer than a step with its
-    push and checkpoint takes; Slurm may be up to 60 s early."""
+    """Seconds before the time limit at which the run ends its step and writes a checkpoint. It must be longer than a
+    step takes with its push and checkpoint; Slurm may be up to 60 s early."""
     container_image: str = ""
     """Image in which every process runs: srun's --container-image, which the plugin pyxis provides. Empty: none."""
     container_mounts: tuple[str, ...] = ()

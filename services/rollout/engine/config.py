@@ -30,8 +30,8 @@ class RolloutConfig(Config):
     """Library that carries the KV cache from prefill to decode engines: mooncake or nixl, the same in all engines.
     auto: nixl on a CPU, where it needs no other library, and mooncake on a GPU."""
     pair_deadline_s: float = pydantic.Field(default=10.0, ge=1)
-    """The longest that one peer of a prefill/decode pair waits for the other, rounded up to seconds. It covers the
-    other's queue, so whoever runs a model whose prompts take seconds to compute raises it."""
+    """The longest that one peer of a prefill/decode pair waits for the other, rounded up to seconds. It includes the
+    other's queue, so raise it for a model whose prompts take seconds to compute."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """GPUs that share the layers of one engine; the same in prefill and decode engines. On a CPU they are processes,
     which gain nothing: `penstock train` refuses them there, tests start them."""
@@ -47,8 +47,8 @@ class RolloutConfig(Config):
     max_running: int = pydantic.Field(default=64, ge=1)
     """Requests that generate at once. Four times as many may wait; more are refused as overloaded."""
     max_total_tokens: int = pydantic.Field(default=0, ge=0)
-    """Tokens that the KV cache holds; 0: as many as fit on a GPU, on a CPU what max_running
-    needs, up to 65,536, or one context if that is longer."""
+    """Tokens that the KV cache holds. 0: on a GPU, as many as fit; on a CPU, what max_running needs, up to 65,536, or
+    one context if that is longer."""
     gpu_memory_fraction: float = pydantic.Field(default=0.85, gt=0, lt=1)
     """Share of the GPU's memory for weights and KV cache. Lower it where the trainer shares the GPU."""
     sglang: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)

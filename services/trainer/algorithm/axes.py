@@ -238,8 +238,8 @@ class KlConfig(Axis):
     """Weight the penalty by the ratio to the engine, so that it estimates the policy's divergence on stale tokens
     too (k2, k3, k3_plus)."""
     reference: Annotated[ModelPath | None, UNSET_IF_EMPTY] = None
-    """The reference, for example a teacher, a folder or a model on the Hugging Face Hub as in model.path: it has the
-    architecture, the sizes and the tokens of the trained one. Unset: the model that the run began with."""
+    """The reference, for example a teacher: a folder or a model on the Hugging Face Hub, as in model.path. It has the
+    architecture, the sizes and the tokens of the trained model. Unset: the model that the run began with."""
     refresh: Literal["never", "copy", "ema"] = "never"
     """never: the reference stays what it was at the start. Every `refresh_every` steps, copy: it becomes the
     policy. ema: it moves towards the policy by `ema_weight`."""

@@ -47,9 +47,9 @@ class SourceConfig(Config):
     """Column with the correct answer, or a list of accepted answers. A dot selects a field of a struct:
     `reward_model.ground_truth`. Empty: `answer`, `reward_model` or `reward_spec`, else `label`, `ground_truth` or
     `target`, else `solution` if a tag, a box or a last line `#### x` in it marks the answer. If it is the column of the
-    prompt's messages, the last message is the answer. For `penstock sft`: the completion of the prompt; empty: none if
-    messages end with the assistant's, else `completion`, `response` or `output`, else none if messages have the
-    assistant's, else as above."""
+    prompt's messages, the last message is the answer. For `penstock sft` it has the completion of the prompt. Empty
+    then means: none if messages end with the assistant's, else `completion`, `response` or `output`, else none if
+    messages have the assistant's, else as above."""
     answer_format: str = ""
     """For `penstock sft`: the assistant's message where rows have a bare answer, with `{answer}` in its place, as in
     `\\boxed{{answer}}`. Labels and boxes around a row's answer are removed first; the first of several answers counts.

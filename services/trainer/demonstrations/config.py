@@ -11,9 +11,10 @@ from services.trainer.data.config import DataConfig
 
 
 class DemonstrationsConfig(DataConfig):
-    """Conversations of which every optimizer step of `penstock train` also learns some: the loss of the step is that of
-    `[algorithm]` plus `coef` times the cross-entropy of their learned tokens. Without this section, none. Rows are read
-    as `penstock sft` reads them, with the settings of `[data]`, of which nothing is taken over."""
+    """Conversations that every optimizer step of `penstock train` learns beside its groups, `samples_per_step` at a
+    time. The loss of the step is that of `[algorithm]` plus `coef` times the cross-entropy of their learned tokens.
+    Without this section there are none. Rows are read as `penstock sft` reads them. The settings are those of `[data]`,
+    but no value is taken over from there."""
 
     samples_per_step: int = pydantic.Field(default=8, ge=1)
     """Demonstrations in each optimizer step."""

@@ -18,7 +18,7 @@ from services.trainer.evaluation.config import EvaluationConfig
 class SftConfig(Config):
     """Supervised training, `penstock sft`: the model learns what assistants say in the rows of `[data]`.
 
-    Of `[trainer]` it takes what says how a step is computed and when checkpoints are written.
+    Of `[trainer]` it takes the settings of how a step is computed and when checkpoints are written.
     """
 
     batch_size: int = pydantic.Field(default=32, ge=1)
