@@ -36,8 +36,9 @@ class AgentSession:
     task: Task
     """The dataset row. Its golds are for the reward: an agent that shows them to the policy teaches it nothing."""
     timeout_s: float
-    """Seconds of the sample's time. Then the runner is stopped and the session closed: up to 75 s later while the
-    sample has no answer, so that the tokens of one in progress are recorded. Give clients that much longer."""
+    """Seconds of the sample's time. Then the runner is stopped and the session closed. While the sample has no answer,
+    that is up to 75 s later, so that the tokens of an answer in progress are recorded. Give clients that much
+    longer."""
     model: str = MODEL
     """The value to send as `model`."""
     tls: ssl.SSLContext | None = None

@@ -191,8 +191,8 @@ class Sessions:
                     await self.note_failure(found, failure)
 
     async def read_failure(self, session: SessionId) -> SessionFailure | None:
-        """Return a failure that was noted in the session and not forgotten, rather one that broke replicas than one of
-        a call that was refused; None without one.
+        """Return a failure that was noted in the session and not forgotten; None without one. A failure that broke
+        replicas comes before that of a call that was refused.
 
         Raises:
             UnavailableError: the server does not answer.

@@ -90,9 +90,9 @@ class Client:
 class _RetryLog:
     """Logs one warning when a server stops answering, not one for each of a thousand calls.
 
-    It is no part of the client, because tenacity keeps it in a cycle of references: a client that is dropped is freed
-    at once, and its channel with it. gRPC ends its threads with the last channel, which is best before the process
-    ends.
+    It is not part of the client, because tenacity keeps it in a cycle of references. So a client that is dropped is
+    freed at once, and its channel with it. gRPC ends its threads with the last channel, which is best before the
+    process ends.
     """
 
     def __init__(self, address: str) -> None:

@@ -64,7 +64,8 @@ def _write_png(image: Any, where: str) -> bytes:
 
 
 def _find_mode(image: Any, where: str) -> str:
-    """Return a mode of PNG for an image of another. Integers and floats say nothing of what is white: their values do.
+    """Return a mode of PNG for an image of another mode. Modes of integers and floats do not say what is white; the
+    values do.
 
     Raises:
         EnvironmentFailedError: they would be clipped, or all be black.

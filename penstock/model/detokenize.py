@@ -47,7 +47,7 @@ class TokenTexts:
         return self._special.get(number) or self.bytes_of(number).decode(errors="replace")
 
     def names_of(self, ids: np.ndarray) -> list[str]:
-        """Return `name_of` each id, but a character that several ids spell as the name of the first of them.
+        """Return `name_of` each id; a character that several ids spell is the name of the first of them.
 
         Args:
             ids: int32[T]. The first call takes a while: it names the whole vocabulary.
@@ -62,7 +62,8 @@ class TokenTexts:
 
     @cached_property
     def _named(self) -> tuple[np.ndarray, np.ndarray]:
-        """Names of all ids, and whether each is no whole characters; the last entry is of ids that there are not."""
+        """Names of all ids, and whether each spells no whole characters; the last entry is for ids that do not
+        exist."""
         size = max(self._bytes, default=-1) + 2
         names_V, is_part_V = np.full(size, "", dtype=object), np.zeros(size, dtype=np.bool_)
         for number in self._bytes:

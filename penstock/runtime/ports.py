@@ -46,7 +46,7 @@ def held_ports(count: int, *, host: str = "127.0.0.1") -> Iterator[list[int]]:
     """Hold distinct free ports of `host` during the context: a server that is given one can listen on it, no other
     gets it.
 
-    Each port is bound but not listened on, with SO_REUSEADDR set after the bind: a server that sets SO_REUSEADDR, as
+    Each port is bound but not listened on, with SO_REUSEADDR set after the bind. A server that sets SO_REUSEADDR, as
     gRPC, asyncio and nats-server do, may then bind and listen. A process that probes without it, as this function and
     SGLang do, finds the port taken.
 

@@ -39,9 +39,9 @@ def run(
     SIGINT, SIGTERM and SIGHUP set `stop`, upon which `main` must end in order; a second signal cancels it, unless it is
     SIGHUP, which a closed terminal and its shell both send. If `main`, or a thread of the loop that it began, has not
     ended 10 s after that, the process exits with 130, since nothing can interrupt a thread that waits. Where SIGHUP is
-    ignored, as under nohup, it stays so. All are unblocked first: a thread of Ray that blocks one hands that down to
-    the processes that it starts. An error that Penstock raised on purpose is printed, a `UserError` as one line; the
-    log gets the traceback of any other. The open-file limit is raised to the hard limit.
+    ignored, as under nohup, it stays so. All of these signals are unblocked first, because a thread of Ray that blocks
+    one hands that down to the processes that it starts. An error that Penstock raised on purpose is printed, a
+    `UserError` as one line; the log gets the traceback of any other. The open-file limit is raised to the hard limit.
 
     Args:
         main: The process's work.
@@ -162,7 +162,8 @@ async def beside(pending: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 @contextmanager
 def others_code() -> Iterator[None]:
-    """Within the context code of other people is awaited; what it raises to end its task or process is a failure of it.
+    """Await other people's code in this context: what it raises to end its task or process becomes a failure of that
+    code.
 
     Otherwise the awaiting task would look as if it had been cancelled, which nobody reports; SystemExit of a task ends
     the whole event loop; and what else is no Exception, such as a panic of Rust code, passes every `except Exception`.

@@ -13,7 +13,8 @@ _DEFAULTS = {
     # other member's process, so that an engine's death would kill the trainer.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     # After a failure torch's watchdog waits four times as long as this, a minute by default, for a report of what its
-    # process groups did, and only then aborts the transfer (ProcessGroupNCCL.cpp); whoever waits for it waits as long.
+    # process groups did. Only then does it abort the transfer (ProcessGroupNCCL.cpp), so whoever waits for the transfer
+    # waits as long.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
     # Nor does it write that report, after which a monitor would end the process if its process group were not closed by
     # then.

@@ -62,8 +62,8 @@ async def held(bucket: KeyValue, key: str, describe: Callable[[], bytes], *, ttl
     """Hold a lease during the context: renew it every third of `ttl_s`, and delete it at the end.
 
     The time of a slow renewal is subtracted from the next pause: otherwise a renewal that takes two thirds of `ttl_s`
-    would let the lease lapse. After a third of `ttl_s` without an answer the next one is sent: what a server was sent
-    that has died is not answered, and another server may have taken over.
+    would let the lease lapse. After a third of `ttl_s` without an answer the next renewal is sent: a server that has
+    died does not answer, and another one may have taken over.
     """
     lease = Lease(bucket, key, describe, timeout_s=ttl_s / 3)
 

@@ -54,8 +54,8 @@ class _XmlBlock:
     """Reads one block, tag by tag.
 
     A value may quote tags: `</parameter>` ends it only before the next parameter, the function's end or the block's
-    end. As in published parsers, end tags may be missing: a value also ends before `<parameter=` at the start of a line
-    and before the function's end, and the block's end also ends the function.
+    end. As in published parsers, end tags may be missing. So a value also ends before `<parameter=` at the start of a
+    line and before the function's end, and a function also ends with the block.
     """
 
     def __init__(self, block: str, tools: Sequence[Mapping[str, Any]]) -> None:
