@@ -75,7 +75,7 @@ app.add_typer(runs.app, name="runs")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 2 if a person must change something, 1 for other failures.
 
-    What the locale's encoding lacks, such as the bars of a course, is printed as a question mark.
+    A character that the locale's encoding lacks, such as a bar of a sparkline, is printed as a question mark.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes such characters in any case
         sys.stdout.reconfigure(errors="replace")

@@ -57,7 +57,7 @@ def plan_run(recipe: Recipe) -> RunPlan:
 async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, security: Security) -> bool:
     """Run `recipe` in `folder` to its end, or until `stop` is set; no process is left afterwards.
 
-    The folder keeps the recipe from when nothing but a process can refuse it. Returns whether the run is complete.
+    The folder keeps the recipe once only a process can still refuse it. Returns whether the run is complete.
 
     Raises:
         UserError: the recipe's NATS does not answer, a nats-server serves the run's store, or a process found a fault

@@ -50,7 +50,7 @@ def bus_host(network: NetworkConfig) -> str:
 
 
 def reach_of(host: str, *, resolve: Callable[[str], str] = socket.gethostbyname) -> list[str]:
-    """Return a line for a person if the run's own NATS listens under a name that leads this machine alone to it.
+    """Return a line for a person if the run's own NATS listens under a name by which only this machine finds it.
 
     Debian writes the machine's name into /etc/hosts in this way, and a run on one machine does well with it.
 

@@ -148,10 +148,10 @@ def _sharded_moments(
 ) -> tuple[Moment, ...]:
     """Return moments of a step on several ranks: text layers are gathered one by one, all else for the whole pass.
 
-    What is gathered arrives in a buffer, from which it is copied. On the way back the buffer is released then. Forward
-    it stays until the next one has been copied, so there are two beside a layer, and beside the first layer its own and
-    that of all else. Of a layer's experts a rank gathers only those that it owns. Gradients are made in the precision
-    of the weights.
+    What is gathered arrives in a buffer, from which it is copied. In the backward pass the buffer is then released. In
+    the forward pass it stays until the next one has been copied, so there are two buffers beside a layer; beside the
+    first layer these are its own and that of all else. Of a layer's experts a rank gathers only those that it owns.
+    Gradients are made in the precision of the weights.
     """
     others, experts = shape.num_parameters - shape.num_of_text_layers, shape.num_of_layers_experts
     layer = shape.num_of_largest_layer - experts + experts // expert_parallel

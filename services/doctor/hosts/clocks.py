@@ -4,8 +4,8 @@
 def ahead_s(*, asked_at: float, heard_at: float, said_at: float, answered_at: float) -> float:
     """Return by how many seconds, at the least, the other clock is ahead; negative: behind.
 
-    Question and answer may be on their way for seconds, which say nothing of the clocks: each has left one host before
-    it came to the other.
+    Question and answer may be on their way for seconds, which say nothing of the clocks. What is certain is that each
+    left one host before it came to the other.
 
     Args:
         asked_at: This host's clock when the question left.

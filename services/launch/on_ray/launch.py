@@ -63,7 +63,7 @@ async def launch(
 ) -> bool:
     """Run `recipe` in `folder` on the hosts of `cluster` to its end, or until `stop` is set; no process is left.
 
-    The folder keeps the recipe from when nothing but a process can refuse it. Returns whether the run is complete.
+    The folder keeps the recipe once only a process can still refuse it. Returns whether the run is complete.
 
     Raises:
         UserError: the recipe's NATS does not answer, a nats-server serves the run's store, other jobs use the GPUs, or

@@ -5,7 +5,7 @@ from services.launch.on_ray.facts import Facts
 
 
 def difference(found: Facts, own: Facts) -> str:
-    """Return in what a host differs from the launcher's so that it cannot be part of the run; empty if in nothing."""
+    """Return the difference from the launcher's host that keeps a host out of the run; empty if there is none."""
     python = f"Python {found['python']} is there, {own['python']} here"
     if found["python"] != own["python"]:
         return f"{python}; install the same one"

@@ -14,7 +14,7 @@ class BoundedLog:
     """The file at `path` and its predecessor `path.1`: together at most about twice `max_bytes`.
 
     The writers have the file open for appending, and some are not ours (SGLang, nats-server), so it cannot be renamed
-    under them: its content is copied and the file truncated. Lines written in between are lost.
+    under them. Instead its content is copied and the file truncated. Lines written in between are lost.
     """
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:

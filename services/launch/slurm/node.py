@@ -152,7 +152,7 @@ async def _set_at_the_end(folder: RunFolder, stop: asyncio.Event, ended: asyncio
 async def _until_the_trainer_ends(folder: RunFolder, trainer: str, security: Security) -> None:
     """Return once the run has no addresses any longer, or its trainer has not answered for a while.
 
-    A single answer may be late, or its process just be started again, and its last push needs this node's engines.
+    A single answer may be late, or the trainer may just be starting again; and its last push needs this node's engines.
     """
     seen_at = time.monotonic()
     while folder.live_file.exists() and time.monotonic() - seen_at < _ABSENT_S:

@@ -26,7 +26,7 @@ def describe_status(found: Mapping[str, Any], rows: Sequence[StepRow], *, width:
     Args:
         found: Where it stands, as `services.view.summary.status_of` returns it.
         rows: The steps so far.
-        width: Characters of a course of numbers.
+        width: Characters of a sparkline.
     """
     last = rows[-1] if rows else {}
     return [
