@@ -13,7 +13,7 @@ class LimitTuning:
     factor: float = 1.125
     """The limit never exceeds the replica's max_running times this. Above 1, calls wait in the replica's own queue, so
     that none of its slots idles between two calls. They stay there, behind samples that may be long, while slots of
-    other replicas become free: with long-tailed lengths 1.5 costs 1 to 11% of the optimizer steps, and this value at
+    other replicas become free. With long-tailed lengths 1.5 costs 1 to 11% of the optimizer steps, and this value at
     most 2% (bench/async_loop)."""
     kv_high: float = 0.95
     """Above this share of its KV cache a replica begins to retract requests, so its limit shrinks."""

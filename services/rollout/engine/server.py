@@ -246,7 +246,7 @@ async def running(
 
 
 async def _open(receiver: WeightReceiver, engine: SglangEngine) -> None:
-    """Have the receiver ask for the engine's parameters; of a process that has died SGLang awaits an answer for ever.
+    """Have the receiver ask for the engine's parameters; SGLang awaits the answer of a process that has died for ever.
 
     Raises:
         UnavailableError: one of SGLang's processes ended, or does not answer.

@@ -62,7 +62,7 @@ class GroupImages:
     async def store_again(self, requested_at: float) -> None:
         """Store every image anew, after a request of time `requested_at` (`time.monotonic()`) missed one.
 
-        A loss concerns all samples at once: requests older than the last storing need no other.
+        A loss concerns all samples at once, so requests older than the last storing need no further one.
         """
         async with self._storing:
             if requested_at < self._stored_again_at:

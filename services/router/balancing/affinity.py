@@ -85,7 +85,7 @@ class AffinityBalancer:
         """Return the replica that gets the call; None exactly if none is fit, or if the call waits for its own.
 
         Only a call with a home waits. If its group has moved on, its own replica is not its home, and both hold the
-        prompt: the call goes to whichever takes it, its own first, and its own decides whether it waits.
+        prompt. The call then goes to whichever takes it, its own first. Its own decides whether it waits.
         """
         own = self._find_own(query, pool)
         if own is not None and _can_go_on(own, query, pool, now):

@@ -99,8 +99,8 @@ class PoolView:
         return self._add_partners(replicas, lambda each: each.load)
 
     def next_loads(self, replicas: Sequence[ReplicaStatus]) -> dict[str, float]:
-        """Return the loads with one more call. Ranking without that call would fill small replicas more than large
-        ones: all are filled to the same level, and one more call is a larger share of a small one."""
+        """Return the loads with one more call. Ranking without that call would fill all replicas to the same level
+        first, and then small ones further than large ones, because one more call is a larger share of a small one."""
         return self._add_partners(replicas, lambda each: each.next_load)
 
     def has_unified(self, num_tokens: int) -> bool:

@@ -55,8 +55,8 @@ class Waiter(Generic[SlotT]):
 class WaitQueue(Generic[SlotT]):
     """Waiters with equal needs, the oldest first. Those that left are skipped, and cleared out from time to time.
 
-    The queue, not the waiter, accumulates time without a usable replica: when a single waiter looks, a replica that
-    rejects every call may be full of the next calls that it will reject.
+    The queue, not the waiter, accumulates time without a usable replica. A replica that rejects every call may be full,
+    whenever a single waiter looks, of the next calls that it will reject.
     """
 
     __slots__ = ("_heap", "_num_left", "checked_at", "is_starved", "starved_s")

@@ -15,7 +15,7 @@ _SLACK: Final = 2.0
 
 
 def silence_limit_s(watchdog_timeout: float | None) -> float:
-    """Return the seconds of silence that are no hang: more than SGLang's own watchdog bears, with this timeout, of a
+    """Return the seconds of silence that are no hang: more than SGLang's own watchdog, with this timeout, allows a
     batch. Without that watchdog, nothing is a hang."""
     return _SLACK * watchdog_timeout if watchdog_timeout else float("inf")
 

@@ -90,7 +90,7 @@ class MergedAdapters:
     def digests(self, kind: str) -> dict[str, int]:
         """Return digests of the adapters and of the base, by name. Those of the base were computed before the merge.
 
-        They match nothing if this process could not merge: of its processes' failures SGLang tells rank 0's alone.
+        They match nothing if this process could not merge, because SGLang reports the failures of rank 0 alone.
         """
         digests = {**self._digests[kind], **tensor_digests(self._adapters.items(), kind)}
         return digests if self._is_merged else {name: digest ^ 1 for name, digest in digests.items()}

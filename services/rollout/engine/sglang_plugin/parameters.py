@@ -48,8 +48,8 @@ def trainer_parameters(model: Any) -> Iterator[tuple[str, Shard]]:
 def inner_size(layer: str, config: Any) -> int | None:
     """The size of the middle of the MLP that `layer` leads into or out of, by the model's config; None for others.
 
-    SGLang rounds it up: in the tower of Qwen2.5-VL to a multiple of 8 (3,420 becomes 3,424), and on a CPU in language
-    models and towers to a multiple of 32 for each process.
+    SGLang rounds it up: in the tower of Qwen2.5-VL to a multiple of 8, so that 3,420 becomes 3,424. On a CPU it is
+    rounded, in language models and towers, to a multiple of 32 for each process.
     """
     if not layer.endswith((".mlp.gate_up_proj", ".mlp.down_proj")):
         return None

@@ -85,8 +85,8 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
 
 
 def refresh_derived(model: Any) -> None:
-    """Compute again what an SGLang model has derived from its weights, as its own loader does: some norms keep one more
-    than their weight, which fused kernels on GPUs read."""
+    """Compute again what an SGLang model has derived from its weights, as its own loader does. Some norms keep their
+    weight plus one, which fused kernels on GPUs read."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm
 
     for module in model.modules():

@@ -229,7 +229,7 @@ def _rounded_power(base: Fraction, exponent: Fraction) -> float:
     """Return the power of a rational number other than 0, correct to 12 figures.
 
     A large power multiplies the error of a rounded base, and only bases near 1 have large powers that floats can hold.
-    So of these not the base is rounded, but its distance from 1.
+    So for these, the distance of the base from 1 is rounded, not the base.
     """
     sign = -1 if base < 0 and exponent.numerator % 2 else 1
     size = abs(base)

@@ -171,8 +171,8 @@ class Trajectory:
     def to_sequences(self) -> tuple[TokenSequence, ...]:
         """Return the tokens as sequences for the trainer: one, and one more for each time that tokens were left out.
 
-        What follows the policy's last turn is not in them: nothing is learned from it, and if the next turn failed, it
-        may hold an image that nobody can read.
+        What follows the policy's last turn is not in them. Nothing is learned from it, and it may hold an image that
+        nobody can read, if the next turn failed.
         """
         return (*self._complete, *([self._sequence()] if any(self._mask) else []))
 

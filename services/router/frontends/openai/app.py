@@ -162,9 +162,9 @@ def _describe(error: RequestValidationError) -> tuple[str, str]:
 
 
 def _location(parts: Sequence[str | int]) -> tuple[str | int, ...]:
-    """Return where in the request the error is: pydantic's location without the tags that it adds for unions: the kind
-    of content after `content`, the kind of part after a part's index, the kind of prompt after `prompt`, and the form
-    of a `tool_choice` or a `response_format`."""
+    """Return where in the request the error is: pydantic's location without the tags that it adds for unions. These are
+    the kind of content after `content`, the kind of part after a part's index, the kind of prompt after `prompt`, and
+    the form of a `tool_choice` or a `response_format`."""
     kept = []
     for before, after, part in zip([None, None, *parts], [None, *parts], parts, strict=False):
         is_tag = (

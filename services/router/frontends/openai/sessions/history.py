@@ -178,8 +178,9 @@ class SessionHistory:
     def _said(self, messages: Sequence[Message], first: int) -> dict[int, int]:
         """Return the number of the call that gave each answer among the messages from `first` on, by its index.
 
-        Of answers that say the same, the last message has the last, the one before it the one before, because histories
-        lose their beginning; messages more than there were answers have the first.
+        Several answers may say the same. Then the last such message gets the last of them, the message before it the
+        one before, and so on, because histories lose their beginning. If there are more messages than answers, the
+        earliest messages get the first answer.
         """
         found, num_met = dict[int, int](), Counter[str]()
         for index in range(len(messages) - 1, first - 1, -1):

@@ -231,8 +231,8 @@ class SessionApi:
         )
 
     def _storing(self, opened: OpenedSession, record: SessionCall, *, after: int) -> Callable[[], Awaitable[None]]:
-        """Return a function that stores an answer, once however often it is called: a call that got no answer from NATS
-        may have stored it, under a number above `after`, and NATS knows equal messages for two minutes only."""
+        """Return a function that stores an answer once, however often it is called. A call that got no answer from NATS
+        may have stored it, under a number above `after`. NATS recognises equal messages for two minutes only."""
         is_first = True
 
         async def store() -> None:
