@@ -4,8 +4,8 @@ from penstock.errors import ConfigError
 
 
 def require_compilable(is_compiled: bool, *, is_mixture: bool, attends_linearly: bool) -> None:
-    """Check that a model can be compiled: the products of a mixture depend on what its routers choose, and those of
-    linear attention on the lengths of a row's segments.
+    """Check that a model can be compiled. Mixtures and linear attention cannot: their products depend on what routers
+    choose, and on the lengths of a row's segments.
 
     Args:
         is_compiled: `trainer.compile`; False needs nothing.

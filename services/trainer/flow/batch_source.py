@@ -139,10 +139,10 @@ def is_chunk(
 ) -> bool:
     """Return whether groups are worth computing before their batch is complete.
 
-    They are if they are at least an eighth of the batch, and fill a forward pass or, in a batch of more than one pass,
-    half of what the batch lacks. Groups computed early would have to be computed anyway, so a chunk delays the
-    batch only by its overhead, and it is enough to keep chunks few: a batch of two passes comes in four chunks, each
-    half of the rest.
+    They are if they are at least an eighth of the batch and fill a forward pass. In a batch of more than one pass, half
+    of the groups that it lacks are enough in place of a full pass. Groups computed early would have to be computed
+    anyway, so a chunk delays the batch only by its overhead. So it is enough to keep chunks few: a batch of two passes
+    comes in four chunks, each half of the rest.
 
     Args:
         num_groups: Groups that can be committed now.

@@ -115,7 +115,8 @@ class Feeder:
         return await self._reader.rows_at(range(first, first + self.ledger.gate.capacity))
 
     def _read_ahead(self) -> None:
-        """Read the rows for which the next step makes room. With pools it is not known before which ones are played."""
+        """Read the rows for which the next step makes room. With pools it is not known beforehand which ones are
+        played."""
         if self.pools is None:
             num_per_step, first = self.ledger.gate.groups_per_step, self.ledger.next_index
             num_left = self.position.num_steps_left * num_per_step - self.ledger.num_untrained

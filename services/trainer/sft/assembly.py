@@ -102,8 +102,9 @@ def _resumable(checkpoint: Checkpoint | None) -> Checkpoint | None:
 def _with_steps(settings: SftSettings, dataset: Dataset, checkpoint: Checkpoint | None) -> TrainerConfig:
     """Return the trainer's settings with the number of steps that the epochs make.
 
-    A run that goes on keeps the number that it began with: more rows may be known to be wrong or too long by now, and
-    the learning rate would jump. With other epochs, rows or batches, it takes the steps that the rest of them makes.
+    A run that goes on keeps the number that it began with. By now more rows may be known to be wrong or too long, which
+    would change the number, and the learning rate would jump. With other epochs, rows or batches, it takes the steps
+    that the rest of them makes.
     """
     sft, trainer = settings.sft, settings.trainer
     if not sft.epochs:
@@ -124,8 +125,8 @@ def _num_learnable(dataset: Dataset) -> int:
 
 
 def _num_samples(checkpoint: Checkpoint, dataset: Dataset) -> int:
-    """Return the samples that were learned. Checkpoints of earlier releases only have the rows with those passed over,
-    of which the learned ones are taken to be as many as among all."""
+    """Return the samples that were learned. Checkpoints of earlier releases only count rows, those passed over
+    included. The share of learned rows among them is taken to be that among all rows."""
     if "num_samples" in checkpoint.state:
         return int(checkpoint.state["num_samples"])
     return round(int(checkpoint.state["position"]) * _num_learnable(dataset) / dataset.num_rows)

@@ -10,7 +10,7 @@ def expert_stats(counts_LE: torch.Tensor) -> dict[str, float]:
     """Return the metrics by name.
 
     - `max_vio_mean`, `max_vio_max`: mean and maximum over layers of MaxVio, the load of the busiest expert above the
-      mean, as a share of the mean: 0 is even, E / K - 1 the most if each token has K experts (Wang et al. 2024,
+      mean, as a share of the mean. 0 is even; E / K - 1 is the most if each token has K experts (Wang et al. 2024,
       "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts").
     - `unused_expert_fraction`: share of experts, over all layers, that no token chose.
 

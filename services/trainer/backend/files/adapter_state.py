@@ -75,7 +75,7 @@ class AdapterState:
     def digests_of_base(
         self, read: Callable[[str], torch.Tensor], sizes: Mapping[str, int], *, device: torch.device, ranks: Ranks
     ) -> BaseDigests:
-        """Return digests of some weights of the base, those of all ranks together being all.
+        """Return digests of some weights of the base; all ranks together return those of all weights.
 
         Args:
             read: Returns a weight in full, in float32, by its name.

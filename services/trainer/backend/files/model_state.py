@@ -118,8 +118,8 @@ class ModelState:
         """Load a checkpoint, or with None the model folder; return the checkpoint's state, with `collect`'s `further`.
 
         Raises:
-            ConfigError: the folder holds no loadable model, or the checkpoint has adapters and the recipe has none, or
-                other ones, or none and the recipe has some.
+            ConfigError: the folder holds no loadable model, or checkpoint and recipe differ in their adapters: only one
+                of them has any, or they have different ones.
             SetupError: the checkpoint is not there, an earlier version of Penstock wrote it, or the base of its
                 adapters has changed. What fails on one rank alone fails on all, with the number of that rank.
         """

@@ -29,8 +29,8 @@ def num_attending_layers(text: Any) -> int:
 def state_flops(text: Any) -> float:
     """Return the operations of a token with the states of all layers that have one; 0 if none has.
 
-    Each head multiplies its state with the token's key, adds the product of key and what is new of the value, and
-    multiplies it with the query: two operations for each number of the state, three times.
+    Each head multiplies its state with the token's key, adds the product of the key and the new part of the value, and
+    multiplies the state with the query. That is three times two operations for each number of the state.
 
     Args:
         text: transformers' config of a language model.

@@ -154,7 +154,7 @@ class PlannedRows:
 
     @property
     def group_costs(self) -> list[float]:
-        """Cost of the rows of each rank, or of each group of ranks that share rows. The first is the highest, and that
+        """Cost of the rows of each rank, or of each group of ranks that share rows. The first is the highest: the cost
         of the costliest rows of all rounds, for which the others wait.
         """
         costs, num_groups = self._costs(), self.ranks.num_row_groups

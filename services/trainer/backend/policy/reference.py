@@ -97,7 +97,7 @@ class ReferencePolicy:
             self._weights[_in_policy(name)].lerp_(self._masters.local_shard(name, weight).to("cpu"), share)
 
     def read_model(self, folder: Path) -> None:
-        """Become the model in a folder, of whose weights this rank reads those that it holds of the policy's.
+        """Become the model in a folder. This rank reads the same part of its weights that it holds of the policy's.
 
         Raises:
             ConfigError: it cannot be loaded, or has not the policy's weights and sizes.

@@ -86,7 +86,7 @@ class RankProcesses:
 
     def blame(self) -> None:
         """Let the watch over a rank that has ended end this process. Torch notices sooner that a rank is gone, and does
-        not know why; without one that has, return after a moment.
+        not know why. If no rank has ended, return after a moment.
         """
         until = time.monotonic() + _BLAME_S
         is_over = False

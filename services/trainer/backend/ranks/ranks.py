@@ -71,8 +71,8 @@ class Ranks:
     def replicated(self, num_replicas: int) -> Self:
         """Return the same ranks in groups that each hold shards of all weights. All ranks must call this together.
 
-        Each mesh is formed once: torch takes equal meshes for one and caches what it derives from them, so parameters
-        on a second one would be in the groups of the first, on some ranks or on all.
+        Each mesh is formed once. torch takes equal meshes for one and caches what it derives from them. So parameters
+        on a second mesh would be in the groups of the first, on some ranks or on all.
 
         Args:
             num_replicas: How many groups; it divides the number of ranks.
@@ -143,7 +143,7 @@ class Ranks:
         """Return what `work` returns on this rank; raise on every rank if it has failed on one.
 
         For work that does not need other ranks and may fail on one of them alone, such as reading a file that only one
-        machine lacks: the others would wait for that rank in their next collective.
+        machine lacks. Otherwise the others would wait for that rank in their next collective.
 
         Raises:
             PenstockError: it failed on this rank; or on another, which the message then names.

@@ -85,7 +85,7 @@ def _unusable(folder: Path, error: OSError) -> SetupError:
 
 
 def _get_patiently(url: str) -> bytes:
-    """Read an address, again where a server was busy or a connection broke: a row would count as wrong for it."""
+    """Read an address, again if a server was busy or a connection broke: otherwise the row would count as wrong."""
     retrying = Retrying(
         stop=stop_after_attempt(_MAX_TRIES),
         wait=wait_random_exponential(multiplier=_FIRST_WAIT_S, max=DEADLINE_S),
