@@ -12,8 +12,9 @@ def answered_at(
 ) -> float | None:
     """Return when the evaluation that may hold up the run had its last answer, or began.
 
-    That is the one of the last step's weights. If it has not begun, it is an earlier one, beside which steps go on only
-    until the next evaluation is due or no step is left. The time is in seconds since 1970; None if there is none.
+    That is the evaluation of the last step's weights. If that one has not begun, it is an earlier one. Beside an
+    earlier one, steps go on only until the next evaluation is due or no step is left. The time is in seconds since
+    1970; None if there is none.
 
     Args:
         folder: The run folder; the run goes on.

@@ -146,7 +146,7 @@ def _processes(
 def longest_pause_s(row: Mapping[str, Any]) -> float:
     """Return how long a step's push paused the engine that it paused longest; 0 if it paused none.
 
-    A mean would hide one slow engine among many; of runs of earlier releases only that is known.
+    A mean would hide one slow engine among many; of runs of earlier releases only the mean is known.
     """
     return float(row.get("push_pause_max_s", row.get("push_pause_s")) or 0.0)
 

@@ -25,7 +25,7 @@ def alarms_of(run: RunReader) -> list[dict[str, Any]]:
 def describe_run(number: int, run: RunReader) -> dict[str, Any]:
     """Describe a run for the list of runs, in which it has `number`.
 
-    An open page asks for the list again and again, and is drawn again when what it shows has changed by it.
+    An open page asks for the list again and again, and is drawn again when the list has changed what it shows.
     """
     found = summarise(run)
     return {

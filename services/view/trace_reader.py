@@ -276,7 +276,7 @@ class TraceReader:
         return chain(sent, steps)
 
     def _trainer_skew(self, start: str, *, began: float) -> float:
-        """Return how far the clock of this start of the trainer is off, whose first step began at `began` by it.
+        """Return how far the trainer's clock is off, in the start whose first step began at `began` by that clock.
 
         The trainer begins a file when it starts, and names it by the same clock; its own batches are in it.
         """
