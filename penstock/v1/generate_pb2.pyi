@@ -79,7 +79,7 @@ class SamplingParams(_message.Message):
     def constraint(self) -> Global___Constraint:
         """What the output must be; unset: anything. The engine then samples only from the ids that a grammar allows, and
         logprobs are those of what it leaves, which a trainer cannot compute: do not train on them. Such a turn cannot be
-        continued by another replica: a router starts Generate over, and ends a GenerateStream that has begun with
+        continued by another replica: a router starts Generate over, but a GenerateStream that has begun ends with
         UNAVAILABLE.
         """
 
@@ -199,8 +199,8 @@ class GenerateRequest(_message.Message):
     """The oldest policy version that may answer; 0 for any."""
     chunk_tokens: _builtins.int
     """Streams only: a chunk is sent when it has this many tokens, or when its first token has waited a second. The first
-    token of a stream is sent at once. Of a long answer a chunk may have one in 16 of the tokens before it, and wait one
-    in 16 of the seconds.
+    token of a stream is sent at once. A chunk of a long answer may have a sixteenth of the tokens before it, and wait
+    a sixteenth of the seconds before it.
     0: each token is sent at once. Callers that do not show single tokens should ask for more.
     """
     group_id: _builtins.str
