@@ -57,7 +57,7 @@ type: setup ## Check types.
 proto: setup ## Generate penstock/v1 from proto/.
 	$(BIN)/python tools/generate_proto.py
 
-settings: setup ## Generate docs/settings.md, the schema of recipes and the names of settings in that of the chart's values.
+settings: setup ## Generate docs/settings.md, the schema of recipes, and the names of settings in the schema of the chart's values.
 	$(BIN)/python -m tools.generate_settings
 
 settings-check: setup ## Check that what `make settings` generates is current.
@@ -100,7 +100,7 @@ test-families: setup ## Compare every model family, tiny, on real SGLang with tr
 test-lora: setup ## Train adapters with real SGLang engines, through kills, and load what is exported.
 	@$(BIN)/pytest tests/e2e/run_lora.py $(ARGS)
 
-test-ranks: setup ## Compare expert and sequence parallelism and twenty steps on two ranks and four with one, and kill ranks on two hosts, namespaces of this machine (needs root), in twenty minutes on two cores.
+test-ranks: setup ## Compare two and four ranks with one, in expert and sequence parallelism and over twenty steps, and kill ranks on two hosts, namespaces of this machine (needs root); twenty minutes on two cores.
 	@$(BIN)/pytest tests/unit/backend/ranks/run_expert_parallel.py tests/unit/backend/ranks/run_sequence_parallel.py tests/unit/backend/ranks/run_twenty_steps.py tests/e2e/run_torchrun_on_hosts.py $(ARGS)
 
 test-two-nodes: setup ## Train by the commands of docs/tutorials/two-nodes.md on two network namespaces of this machine (needs root), and kill an engine.
@@ -247,7 +247,7 @@ bench-ranks-push: setup ## Measure pushes from one rank, two and four, and the m
 bench-zoom: setup ## Measure what the multi-turn demo learns, and how much of it is the zoom; ARGS="--seeds 0" is one run.
 	@$(BIN)/python bench/demo/bench_zoom.py $(ARGS)
 
-bench-rounding: setup ## Tell whose float32 |dlogp| is, by a pass in float64; ARGS="-- --trainer.num_steps=16" is short.
+bench-rounding: setup ## Tell whose rounding |dlogp| is, by a pass in float64; ARGS="-- --trainer.num_steps=16" is short.
 	@$(BIN)/python -W ignore bench/trainer/bench_rounding.py $(ARGS)
 
 bench-scale: setup ## Measure one router, bus and trainer around 64 to 2,048 simulated engines; ARGS="--replicas 64" is short.

@@ -34,7 +34,7 @@ spec:
   restartPolicy: Never
   {{- end }}
   automountServiceAccountToken: false
-  # Else a Service called penstock would set variables that begin as settings do.
+  # Otherwise a Service called penstock would set variables that begin as settings do.
   enableServiceLinks: false
   # The pause container then reaps what a process leaves, and a signal ends a process that is still starting.
   shareProcessNamespace: true
