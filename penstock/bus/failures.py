@@ -1,8 +1,8 @@
 """What an error of NATS means: a server to wait for, or a fault that a person must fix.
 
 Penstock waits without limit for a server that is unreachable, slow or not ready, and for a cluster without a leader.
-Three kinds of error are not waited out: a server that has lost what the run stored in it, which nothing brings back, a
-connection that the server has closed for good, and any failure at the start.
+Three kinds of error are not waited out: a server that has lost what the run stored in it, because nothing brings that
+back; a connection that the server has closed for good; and any failure at the start.
 """
 
 import time

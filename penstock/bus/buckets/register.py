@@ -1,7 +1,7 @@
 """A key of a bucket that only writers that know its newest value may overwrite (compare-and-set).
 
 Invariants: if two processes have read the same value, at most one replaces it; the other gets a `SupersededError`. A
-write returns only if the server has acknowledged it during the call: what a read says is no proof, because a server
+write returns only if the server has acknowledged it during the call. What a read says is no proof, because a server
 that was cut off from its cluster may still answer reads as it did before.
 """
 

@@ -19,7 +19,7 @@ _ANSWER_TIMEOUT_S = 30.0
 """Seconds after its end at which a request is given up. Not sooner: while a large message is in transit on a slow link,
 each further request would bring one more message."""
 _LOST_AFTER_S = 2.0
-"""Seconds after its end at which this process looks whether the request is lost, as when the server of a cluster that
+"""Seconds after a request's end at which this process looks whether it is lost, as when the server of a cluster that
 had it has died. It sends itself a message, which arrives after everything that its server had for it."""
 _ROUTE_S = 1.0
 """Seconds that an answer may still take from another server of the cluster."""

@@ -31,8 +31,8 @@ from penstock.runtime.process import end_task
 log = structlog.get_logger()
 
 MAX_DEATHS: Final = 3
-"""Counted deaths after which a message is given up: with that of the first delivery a killer costs four, fewer than end
-a run, and every further one beside it costs one more."""
+"""Counted deaths after which a message is given up. With the death at the first delivery a killer costs four, fewer
+than end a run. Every further killer beside it costs one more."""
 _DEATHS_TOGETHER = MAX_DEATHS - 1
 """Counted deaths after which a message is handled alone."""
 _BUCKET = "deaths"

@@ -104,8 +104,8 @@ class Forkserver:
                 stderr=asyncio.subprocess.DEVNULL if sys.stderr is None else None,
                 env=self._environment,
                 pass_fds=(theirs.fileno(),),
-                # A terminal's interrupt is for the server, which drains. It is not a separate session: the kernel #
-                # shares the processor among sessions first, and a demoted worker would get its session's share.
+                # A terminal's interrupt is for the server, which drains. The forkserver has no session of its own: the
+                # kernel shares the processor among sessions first, and a demoted worker would get its session's share.
                 process_group=0,
             )
         reply = await self._reply(_START_TIMEOUT_S)
