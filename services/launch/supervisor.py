@@ -284,8 +284,8 @@ class Supervisor:
     def _report_failure_to_stop(self, child: Child, ending: Ending) -> None:
         """Report the failure of the process that ends the run, after it was asked to stop.
 
-        Unless a person must mend something, the run counts as stopped: who starts it again, as Slurm does a preempted
-        job, has it go on from its last checkpoint.
+        Unless a person must mend something, the run counts as stopped: whoever starts it again, as Slurm does with a
+        preempted job, lets it go on from its last checkpoint.
 
         Raises:
             UserError: the process's own.

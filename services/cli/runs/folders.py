@@ -51,8 +51,9 @@ class FolderOfRun:
 def is_run_folder(path: Path) -> bool:
     """Return whether Penstock has run in the folder at `path`.
 
-    A config.toml alone may be another program's, or a recipe that a person wrote. That of a run has the run's name, and
-    beside it a launcher left its lock, or a trainer without one the folder of its checkpoints' writer.
+    A config.toml alone may be another program's, or a recipe that a person wrote. That of a run has the run's name.
+    Beside it is the lock that a launcher left, or, from a trainer without a launcher, the folder of its checkpoints'
+    writer.
     """
     folder = RunFolder(path)
     if not folder.config_file.is_file() or not _run_name(_read(folder.config_file)):

@@ -1,8 +1,8 @@
 """The gated delta rule in few steps, for tensors without memory.
 
-transformers' rule takes a step for each chunk of a segment and keeps that step's state for the way back: thousands of
-small operations, which cost a plan minutes. Here parts of a long segment are computed beside each other, each as if it
-were a segment. The kept chunks and states are as many as in transformers' rule; only their values would differ.
+transformers' rule takes a step for each chunk of a segment and keeps that step's state for the backward pass: thousands
+of small operations, which cost a plan minutes. Here parts of a long segment are computed beside each other, each as if
+it were a segment. The kept chunks and states are as many as in transformers' rule; only their values would differ.
 """
 
 from collections.abc import Callable
