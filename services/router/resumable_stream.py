@@ -1,8 +1,8 @@
 """The answer to one call while it streams, from several replicas in turn if needed. Pure.
 
-While no replica fails, requests and chunks stay the received bytes: concatenated serialized messages of one type are
-the serialized message with their lists joined, which is parsed once, at the end. Invariant: the request is kept once;
-each attempt's request is made when it is sent.
+While no replica fails, requests and chunks stay the received bytes. Serialized messages of one type, concatenated, are
+the serialized message with their lists joined; it is parsed once, at the end. Invariant: the request is kept once; each
+attempt's request is made when it is sent.
 """
 
 from google.protobuf.message import DecodeError

@@ -25,8 +25,8 @@ async def until_it_hangs(
 ) -> None:
     """Return when the scheduler hangs.
 
-    Seconds are counted in looks: a machine that was suspended, or a process that was stopped with all its children, has
-    a scheduler that did not hang. Excused looks do not count, and do not start the count anew: a trainer that keeps
+    Seconds are counted in looks, because a scheduler has not hung if its machine was suspended, or if its process was
+    stopped with all its children. Excused looks do not count, and do not start the count anew: a trainer that keeps
     trying to push to a hanging engine would hide it for ever.
 
     Args:

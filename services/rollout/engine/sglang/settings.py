@@ -59,8 +59,8 @@ _CPU_ARGS = {
 _PLUGIN = "services.rollout.engine.sglang_plugin"
 
 _STATES_PER_REQUEST = 4
-"""Slots for states of an engine on a CPU, which would else take half of the memory: SGLang wants three, and prefixes in
-the cache keep theirs."""
+"""Slots for states of an engine on a CPU, which would otherwise take half of the memory: SGLang wants three, and
+prefixes in the cache keep theirs."""
 
 _LAYOUT_OF_EXPERTS_KEPT = "triton"
 """Other layouts repack experts at load (the default on Blackwell), so that no push would fit."""
@@ -96,7 +96,7 @@ def environment(
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         GROUP_TIMEOUT_VARIABLE: str(group_timeout_s),
         LINEAR_ATTENTION_VARIABLE: "1" if is_linear else "",
-        # Else the last tokens that a convolution sees are rounded to bfloat16, whatever the precision.
+        # Otherwise the last tokens that a convolution sees are rounded to bfloat16, whatever the precision.
         "SGLANG_MAMBA_CONV_DTYPE": resolve_dtype(config.dtype, on_gpu=cuda),
         "SGLANG_MAMBA_SSM_DTYPE": "float32",  # states are as precise as the trainer's
         "TOKENIZERS_PARALLELISM": "false",

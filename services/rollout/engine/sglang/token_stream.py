@@ -13,8 +13,8 @@ MAX_WAIT_S = 1.0
 sampled again if the engine dies. Chunks are most of a stream's cost to router and worker, so a shorter wait would be
 dear to callers of many slow streams."""
 GROWTH = 16
-"""Parts of a long answer grow: one may hold one in this many of the tokens before it, and take one in this many of the
-seconds before it. An answer of 16,000 tokens is then 63 parts of at least 64 tokens, not 250, and an engine that dies
+"""Parts of a long answer grow: a part may hold the tokens before it divided by this, and take the seconds before it
+divided by this. An answer of 16,000 tokens is then 63 parts of at least 64 tokens, not 250, and an engine that dies
 costs it at most 6%."""
 
 

@@ -44,7 +44,7 @@ def _reserve(path: str, size_bytes: int) -> None:
     Raises:
         OSError: the disk is full.
     """
-    # Of its own: where posix_fallocate has to write the blocks, it takes no descriptor that appends, as theirs does.
+    # Its own descriptor: where posix_fallocate writes the blocks, it refuses one that appends, as theirs does.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)

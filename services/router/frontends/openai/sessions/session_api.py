@@ -44,8 +44,8 @@ _MAX_HISTORY_BYTES = 256 * 2**20
 _MAX_WAIT_S = 600.0
 """Seconds that a call waits for NATS while the time of its session is not known: OpenAI's own clients give up then."""
 _MIN_KEEP_S = 30.0
-"""Seconds that an answer waits for NATS at least, as long as its client is there: one that ends with its session's time
-has nothing left of that."""
+"""Seconds that an answer waits for NATS at least, as long as its client is there: an answer that ends with its
+session's time has none of that time left."""
 _LOOK_S = 5.0
 """Seconds between two looks at a session whose time is over while its answer is generated."""
 _EARLY_LOOK_S = 60.0
