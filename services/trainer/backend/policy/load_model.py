@@ -35,8 +35,8 @@ def load_policy(
         float32_head: Multiply by the output head in float32, whatever the precision of the rest.
         gradient_checkpointing: Recompute activations in the backward pass.
         is_compiled: Compile the layers.
-        with_weights: Read the weights. Else parameters are on the meta device, and only names and shapes are compared
-            with the files.
+        with_weights: Read the weights. Otherwise parameters are on the meta device, and only names and shapes are
+            compared with the files.
 
     Raises:
         ConfigError: the folder has no loadable model, or the names of the model's parameters differ from its

@@ -102,7 +102,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         Args:
             row: The row.
             is_sampled: Whether the policy has sampled them: then logits are divided by the temperature, and forbidden
-                ids removed. Else they are those of a plain forward pass.
+                ids removed. Otherwise they are those of a plain forward pass.
         """
         predict_N, targets_N, own_N, share = row.predict_N, row.targets_N, None, None
         if self._divide_row is not None:

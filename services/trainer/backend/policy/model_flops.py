@@ -1,10 +1,10 @@
 """Floating-point operations of a model's products, from the sizes of its parts and what its rows multiply.
 
 A multiplication and an addition are two operations. This counts products with matrices, of queries with keys, and of
-attention weights with values, and in linear attention those of a state with keys, values and queries, token by token,
-which is how the rule is defined; in chunks it takes more. It leaves out norms, biases, activations, rotations, the
-loss, padding, what is computed again for the backward pass, and the merging of adapters, which does not depend on the
-number of tokens.
+attention weights with values. In linear attention it counts those of a state with keys, values and queries, token by
+token, which is how the rule is defined; in chunks it takes more. It leaves out norms, biases, activations, rotations,
+the loss, padding, what is computed again for the backward pass, and the merging of adapters, which does not depend on
+the number of tokens.
 
 A backward pass multiplies once more for the gradient of a product's inputs, where this part of the model or one before
 it is trained, and once more for the gradient of a trained matrix. The first layer whose weights are trained counts the

@@ -37,7 +37,8 @@ class RankProcesses(Protocol):
 
     @property
     def are_own(self) -> bool:
-        """Whether `close` ends them. Else they end by themselves when they are told that there are no more commands."""
+        """Whether `close` ends them. Otherwise they end by themselves when they are told that there are no more
+        commands."""
 
     def blame(self) -> None:
         """End this process and say why, if one of them has ended; for a command that failed. Blocks for a moment."""

@@ -1,9 +1,9 @@
 """Starts the other ranks of a trainer on its machine, and notices when one dies or hangs.
 
-Each shares a socket with rank 0. It writes its beat to it every second, and ends when the socket is closed, which
-it is when rank 0 ends, however that ends. A rank that is gone, silent or stuck cannot be replaced in the middle of a
-step: the others wait for it in a collective that nothing interrupts. So the whole trainer ends, as if it had been
-killed; what started it starts it again, and it goes on from its checkpoint.
+Each shares a socket with rank 0. It writes its beat there every second, and ends when the socket is closed, which
+happens when rank 0 ends in any way. A rank that is gone, silent or stuck cannot be replaced in the middle of a step:
+the others wait for it in a collective that nothing interrupts. So the whole trainer ends, as if it had been killed;
+what started it starts it again, and it goes on from its checkpoint.
 """
 
 import os

@@ -19,8 +19,8 @@ class Round(NamedTuple):
     row: int
     """Number of the row."""
     counts: bool
-    """Whether this rank is the one that the row is given to. Else there were fewer rows than ranks, and it computes
-    another rank's row for nothing."""
+    """Whether this rank is the one that the row is given to. Otherwise there were fewer rows than ranks, and it
+    computes another rank's row for nothing."""
 
 
 def rounds_of(rank: int, costs: Sequence[float], num_ranks: int) -> list[Round]:

@@ -55,8 +55,8 @@ def shard(
         raise ConfigError(
             f"trainer.ranks: several ranks need torch 2.14, and {torch.__version__} is installed; update it"
         )
-    # Else what a frozen embedding feeds needs a gradient in rows with pictures only, and ranks would not go backward
-    # through the same layers.
+    # Otherwise what a frozen embedding feeds needs a gradient in rows with pictures only, and ranks would not go
+    # backward through the same layers.
     policy.model.enable_input_require_grads()
     settings: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
