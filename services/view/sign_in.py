@@ -1,8 +1,9 @@
 """Lets a browser in: the token in the page's address becomes a cookie, and the cookie the header that servers ask for.
 
 So pages, pictures and data need the token as every other HTTP server of Penstock does, and the token does not stay in
-the address, where it would be seen over a shoulder or copied into an issue. An address for a program that opens a
-browser, whose arguments all users of the machine may read, has a key in place of the token, which lets in one browser.
+the address, where it would be seen over a shoulder or copied into an issue. A program that opens a browser gets the
+address as an argument, which all users of the machine may read. So that address has a key in place of the token, which
+lets in one browser.
 """
 
 import secrets
@@ -37,7 +38,8 @@ class SignIn:
             path = "/" + scope["path"].lstrip("/\\")  # two slashes would begin the name of another host
             response = RedirectResponse(path + (f"?{rest}" if rest else ""), status_code=303)
             # Lax: whoever is signed in can follow a link to a page from a chat. Routes only read, and no site may frame
-            # them. What latin-1 lacks no header can carry, so the server finds such a token wrong, whatever is left.
+            # them. No header can carry what latin-1 lacks, so the server finds such a token wrong, whatever is left of
+            # it.
             value = token.encode("latin-1", "replace").decode("latin-1")
             response.set_cookie(name, value, httponly=True, samesite="lax", secure=scope["scheme"] == "https")
             await response(scope, receive, send)

@@ -3,8 +3,8 @@
 The clock is the NATS server's. The server stores each batch of spans with its own time, and the batch says when its
 process sent it. The smallest difference between the two is how far the process's clock is off, plus the time that a
 message takes. Below `_SKEW_S`, which a message may take on a busy machine, the process's own clock counts. What the
-trainer and the launcher write to files themselves is moved by the skew of the trainer's batches, and of any process on
-the launcher's host.
+trainer writes to files itself is moved by the skew of its batches; what the launcher writes, by that of any process on
+its host.
 """
 
 from bisect import bisect_right
