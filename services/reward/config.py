@@ -96,8 +96,8 @@ class RewardConfig(Config):
     """Worker processes for symbolic comparison; each has one item at a time."""
     deadline_s: float = pydantic.Field(default=1.0, gt=0, le=MAX_DEADLINE_S)
     """Wall-clock limit of one item without its own, in seconds from when a worker takes it; then the worker is killed.
-    At most 50 s, as for items that ask for their own, because rollout workers first wait a minute for a group's
-    verdicts. What takes longer belongs in an environment or agent of your own."""
+    At most 50 s, as for items that ask for their own, because a rollout worker's first call for a group's verdicts
+    waits a minute. What takes longer belongs in an environment or agent of your own."""
     memory_limit_mb: int = pydantic.Field(default=192, ge=128)
     """Memory that a worker process may take, in MiB of address space, beyond what it starts with: its libraries and the
     custom verifiers. All workers together may take 192 MiB, or as much as one if that is more."""
