@@ -86,7 +86,7 @@ class AgentResult:
     """Other measurements by name; kept with the sample."""
     error: str | BaseException | None = ""
     """Why the sample has no reward; it is then not trained on, but kept with its reason. None and "": it has one. The
-    result holds text: an exception becomes its own, None becomes "", and the first 2,000 characters are kept."""
+    result holds text: an exception becomes its text, None becomes "", and the first 2,000 characters are kept."""
 
     def __post_init__(self) -> None:
         if self.reward is not None:

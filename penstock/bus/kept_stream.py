@@ -27,7 +27,7 @@ _RETRY_S = 0.25
 _WRONG_SEQUENCE = 10071
 """JetStream's code for a message whose expected last message is not the last one.
 
-10164 is none: a message for that subject is on its way through the cluster, maybe this one, sent before."""
+10164 is another case: a message for that subject is on its way through the cluster, maybe this one, sent before."""
 _IS_FULL = (10077, 10122, 10023)
 """JetStream's codes for a stream, or a server, that is full."""
 

@@ -34,8 +34,8 @@ ports_file_dir: "{folder}"
 pid_file: "{folder}/nats.pid"
 jetstream {{ store_dir: "{folder}/store", sync_interval: always, max_file_store: 1TB }}
 """
-"""Several of the largest messages may be in flight to one client, even over a slow link, acknowledged messages are on
-disk, and the bounds of streams are no reservations; deploy/nats.conf gives the reasons and the cost."""
+"""Several of the largest messages may be in flight to one client, even over a slow link. Acknowledged messages are on
+disk. The bounds of streams are no reservations. deploy/nats.conf gives the reasons and the cost."""
 _CONFIG_FILE = "nats.conf"
 _TOKEN = "PENSTOCK_NATS_SERVER_TOKEN"
 _AUTHORIZATION = f"authorization {{ token: ${_TOKEN} }}\n"

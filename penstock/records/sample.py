@@ -121,7 +121,8 @@ class TokenSequence(Record, frozen=True, kw_only=True):
     """The policy's own tokens in the last turn."""
     routed_experts: np.ndarray | None = None
     """uint8 or int32[R, layers, experts per token]: the experts of a mixture that computed the first R tokens in the
-    engine, image placeholders expanded. None, or fewer tokens than there are: the others' are not known."""
+    engine, image placeholders expanded. None, or fewer tokens than there are: the experts of the others are not
+    known."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
