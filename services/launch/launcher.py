@@ -37,7 +37,7 @@ from services.recipe import Recipe
 from services.view.completion import is_complete
 
 _BUS_START_TIMEOUT_S = 60.0
-"""Seconds that the other processes are not started for if the bus does not listen; on Ray its actor starts first."""
+"""Seconds for which the other processes are not started if the bus does not listen; on Ray its actor starts first."""
 REFRESH_S = 0.5
 """Seconds between updates of the display and checks of the processes."""
 KILL_MARGIN_S = 10.0

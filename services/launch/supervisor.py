@@ -38,7 +38,7 @@ _FAILED_RUN_GRACE_S = 900.0
 """Seconds for the process that ends the run after another has failed: maybe no one is there to press Ctrl-C again."""
 _NUM_SHOWN_LINES = 20
 _STOPPED_CODES = frozenset({0, EXIT_INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM})
-"""Exit codes of a process that did what it was asked to when it was asked to stop. A signal ends it as long as it
+"""Exit codes of a process that did what it was asked to when it was asked to stop. A signal ends it while it still
 imports its libraries, when there is nothing to save."""
 
 

@@ -28,7 +28,7 @@ from services.trainer.evaluation.set_files import named_set
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 
 MAX_S: Final = 60.0
-"""Seconds that the rows of all sources and sets are read for. The trainer reads the others at its start."""
+"""Seconds for which the rows of all sources and sets are read. The trainer reads the others at its start."""
 _MODEL_WITHOUT_TOKENS: Final = ""
 """In place of a model's digest: these rows were read, and their prompts were not measured."""
 

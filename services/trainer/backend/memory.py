@@ -10,7 +10,7 @@ from penstock.runtime.host.available_memory import memory_here
 _MAXRSS_BYTES = 1024
 """Bytes per unit of ru_maxrss, which Linux counts in KiB."""
 _SPARE = 2
-"""Times that a copy that could be left out must fit into the memory that is left: others may need some meanwhile."""
+"""How many times a copy that could be left out must fit into the remaining memory: others may need some meanwhile."""
 
 
 def reset_memory_peak(device: torch.device) -> None:

@@ -35,7 +35,7 @@ _TOO_MANY: Final = 429
 _PASSING = frozenset({408, 409, 425, _TOO_MANY})
 """Statuses below 500 that the same request may not get again."""
 _AT_A_PROMPT = frozenset({500, 504})
-"""Statuses that one prompt may cause again and again; others from 500 on tell how the server is."""
+"""Statuses that one prompt may cause again and again; others from 500 on are about the server."""
 _COMPLETIONS: Final = "/chat/completions"
 _MODELS: Final = "/models"
 _ADDRESS: Final = "give the address of the API itself, up to /v1"

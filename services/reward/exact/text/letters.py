@@ -46,7 +46,7 @@ _JOINED = re.compile(
     r"(?:\s*(?:[,/&]|\b(?:and/or|or|and)\b)\s*(?:(?:or|and)\s+)?[*_`]{0,3}[(\[]?[A-J][)\]]?[*_`]{0,3}(?![\w']))++"
     r"(?=\s*(?:[.;:!?]|\b(?:because|since)\b|$))"
 )
-"""Matches behind a chosen letter others that are chosen with it, and none of which something is said."""
+"""Matches, behind a chosen letter, others that are chosen with it and of which nothing is said."""
 _LINE = re.compile(r"^[ \t>*_-]*+(\S.*)$", re.MULTILINE)
 _MAX_CHOICES = 32
 _MAX_CHARS = 512
