@@ -1,8 +1,8 @@
 """Logging: structlog events named `noun.past_verb`, with values as keys that carry units.
 
 Each line names its service and run, and the policy version of the weights that its process holds. A worker's lines also
-name the group that it plays, and a trainer's lines the group that it takes. An event about another version names that
-version in its own key. What happens to every group is in the spans, not in the log.
+name the group that it plays, and a trainer's lines the group that it takes. An event about another version gives that
+version itself. What happens to every group is in the spans, not in the log.
 """
 
 import contextlib
