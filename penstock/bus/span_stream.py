@@ -1,8 +1,9 @@
 """The spans of a run's processes on their way to the run folder: a bounded stream that may lose some.
 
-    process: record -> buffer -> (every second) -> [SPANS] -> trainer -> trace/spans-*.jsonl
+    process: record -> buffer -> (every 2 s) -> [SPANS] -> trainer -> trace/spans-*.jsonl
 
-In an evaluation without a trainer, `penstock eval` takes the trainer's place.
+In an evaluation without a trainer, `penstock eval` takes the trainer's place. When either ends, it asks all
+processes to send at once what they have.
 
 Invariants: no process waits for its spans, or fails for them. While NATS is away they wait in the process's buffer;
 while the trainer is away they wait in the stream. Both drop what exceeds their bound. A buffer drops its newest spans
@@ -19,6 +20,7 @@ from typing import Final
 import msgspec
 import nats.js.errors
 import structlog
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 from penstock.bus.connection import Bus, connect
@@ -33,10 +35,10 @@ log = structlog.get_logger()
 _MAX_BYTES = 64 * 2**20
 """Spans that wait for a trainer that is being restarted: about half a million."""
 _MAX_AGE_S = 3600.0
-SEND_EVERY_S: Final = 1.0
+SEND_EVERY_S: Final = 2.0
 """A message costs nats-server and the trainer the same whatever it holds, so few large ones are sent."""
-_BATCH = 500
-"""Spans of one message: about 100 kB."""
+_BATCH = 1000
+"""Spans of one message: about 200 kB."""
 _RETRY_S = 5.0
 _LAST_WORDS_S = 2.0
 """Seconds that a process which ends has to send its last spans."""
@@ -81,24 +83,48 @@ async def sending_spans(config: BusConfig, *, run: str, security: Security) -> A
     if spans.buffer() is None or not config.url:
         yield
         return
-    ending = asyncio.Event()
-    sending = asyncio.create_task(_keep_sending(config, run, security, ending))
+    ending, due = asyncio.Event(), asyncio.Event()
+    sending = asyncio.create_task(_keep_sending(config, run, security, ending, due))
     try:
         yield
     finally:
         ending.set()
+        due.set()
         await asyncio.wait({sending}, timeout=_LAST_WORDS_S)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
 
 
-async def _keep_sending(config: BusConfig, run: str, security: Security, ending: asyncio.Event) -> None:
+async def ask_for_spans(bus: Bus) -> None:
+    """Ask all processes of the run to send at once what they have; nobody answers. No failure leaves it."""
+    if not bus.client.is_connected:
+        return
+    try:
+        await bus.client.publish(_asking_subject(bus))
+    except BUS_ERRORS as error:
+        log.debug("spans.asking_failed", reason=describe(error))
+
+
+def _asking_subject(bus: Bus) -> str:
+    return f"{bus.spans.subject}.asked"
+
+
+async def _keep_sending(
+    config: BusConfig, run: str, security: Security, ending: asyncio.Event, due: asyncio.Event
+) -> None:
+    """Send every two seconds, and whenever `due` is set, until `ending` is."""
+
+    async def hasten(_: Msg) -> None:
+        due.set()
+
     while True:
         try:
             async with connect(config, run=run, security=security) as bus:
                 await ensure_span_stream(bus)
+                await bus.client.subscribe(_asking_subject(bus), cb=hasten)
                 while not ending.is_set():
-                    await _pause(ending, SEND_EVERY_S)
+                    await _pause(due, SEND_EVERY_S)
+                    due.clear()
                     await _send(bus)
                 await bus.client.flush(timeout=1)
                 return
@@ -109,10 +135,10 @@ async def _keep_sending(config: BusConfig, run: str, security: Security, ending:
             await _pause(ending, _RETRY_S)
 
 
-async def _pause(ending: asyncio.Event, seconds: float) -> None:
+async def _pause(event: asyncio.Event, seconds: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await ending.wait()
+            await event.wait()
 
 
 async def _send(bus: Bus) -> None:

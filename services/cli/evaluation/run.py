@@ -13,7 +13,6 @@ from typing import Any
 from penstock import config as configuration
 from penstock.bus.buckets.lock import EVALUATION, locked
 from penstock.bus.connection import Bus, connect
-from penstock.bus.span_stream import SEND_EVERY_S
 from penstock.clients import RewardClient
 from penstock.config.sections import MAX_NAME_CHARS
 from penstock.errors import ConfigError, DeadlineError, SetupError, UnavailableError
@@ -54,8 +53,8 @@ from services.trainer.evaluation.summary import Summary, summarize
 from services.trainer.telemetry.episodes.evaluated import log_of_evaluation
 from services.trainer.telemetry.span_files import collecting_spans
 
-_ON_THEIR_WAY_S = 1.5
-"""Seconds that the last spans of other processes may need on a busy machine, after they were sent."""
+_LAST_SPANS_S = 1.5
+"""Seconds that processes have to record the spans that end after the last answer, on a busy machine."""
 _MODEL_VERSION = 0
 """The version that engines without a trainer report for the model that they loaded."""
 _EXIT_FAILED_PROMPTS = 1
@@ -364,7 +363,7 @@ class _Evaluating:
             return
         async with collecting_spans(bus, self._folder.path, max_bytes=int(max_gib * 2**30)):
             yield
-            await asyncio.sleep(SEND_EVERY_S + _ON_THEIR_WAY_S)
+            await asyncio.sleep(_LAST_SPANS_S)
 
     def _progress(self) -> EvaluationProgress:
         return open_progress({name: len(each) for name, each in self._sets.items()})

@@ -17,7 +17,7 @@ import structlog
 
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS, describe
-from penstock.bus.span_stream import SEND_EVERY_S, SpanReader, StoredBatch
+from penstock.bus.span_stream import SpanReader, StoredBatch, ask_for_spans
 from penstock.errors import PenstockError
 from penstock.runtime.process import end_task
 from penstock.telemetry import spans
@@ -30,8 +30,8 @@ _FILE_BYTES = 16 * 2**20
 _READ_EVERY_S = 4.0
 """Seconds between two reads: batches that are read together cost less than one by one."""
 _RETRY_S = 2.0
-_MORE_S = SEND_EVERY_S + 0.5
-"""Seconds in which a trainer that ends goes on reading, until every other process has sent what it had. It begins no
+_MORE_S = 1.5
+"""Seconds in which a trainer that ends goes on asking other processes for what they have, and reading it. It begins no
 read after them, even if batches still come: processes that go on never stop sending."""
 _LAST_S = _MORE_S + 3.0
 """Seconds that it spends on the last spans at most, with a read that hangs."""
@@ -131,6 +131,7 @@ async def _collect(bus: Bus, folder: Path, max_bytes: int, ending: asyncio.Event
         while not is_last:
             if is_ending := ending.is_set():
                 last_at = min(last_at, time.monotonic() + _MORE_S)
+                await ask_for_spans(bus)
             try:
                 found: Sequence[StoredBatch] = ()
                 if not unwritten:  # else the rest waits on the bus, which is bounded

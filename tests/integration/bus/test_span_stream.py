@@ -17,7 +17,14 @@ from nats.js.errors import BadRequestError
 from penstock.bus import span_stream
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
-from penstock.bus.span_stream import SEND_EVERY_S, SpanReader, StoredBatch, ensure_span_stream, sending_spans
+from penstock.bus.span_stream import (
+    SEND_EVERY_S,
+    SpanReader,
+    StoredBatch,
+    ask_for_spans,
+    ensure_span_stream,
+    sending_spans,
+)
 from penstock.config import BusConfig
 from penstock.runtime.security import Security
 from penstock.telemetry import spans
@@ -146,9 +153,29 @@ async def test_what_is_no_line_that_can_be_read_is_passed_over(bus: Bus) -> None
 
 
 def test_a_read_brings_several_messages_of_each_process() -> None:
-    """Each read costs the server and the trainer about as much as a message; eight processes fit into one."""
-    assert span_files._READ_EVERY_S >= 4 * SEND_EVERY_S
-    assert span_stream._FETCH >= 8 * span_files._READ_EVERY_S / SEND_EVERY_S
+    """Each read costs the server and the trainer about as much as a message; sixteen processes fit into one."""
+    assert span_files._READ_EVERY_S >= 2 * SEND_EVERY_S
+    assert span_stream._FETCH >= 16 * span_files._READ_EVERY_S / SEND_EVERY_S
+
+
+async def test_processes_send_at_once_what_they_are_asked_for(
+    bus: Bus, bus_config: BusConfig, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the collecting asks when it ends, as it does not wait for the next time of each process."""
+    monkeypatch.setattr(span_stream, "SEND_EVERY_S", 100 * HANG_S)
+
+    async def has_sent() -> bool:
+        await ask_for_spans(bus)
+        return not len(spans.buffer() or ())
+
+    async with sending_spans(bus_config, run=run_name, security=Security()):
+        spans.record("turn", time.monotonic(), turn=0)
+        await until(has_sent)
+    asked = await bus.client.subscribe(f"{bus.spans.subject}.asked")
+    async with collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
+        await until(lambda: _turns(tmp_path) == [0])
+        assert not asked.pending_msgs
+    await asked.next_msg(timeout=HANG_S)
 
 
 async def test_a_stream_of_an_earlier_release_goes_on(
@@ -183,7 +210,7 @@ async def test_the_last_batches_of_several_processes_come_one_by_one(
 
     async def read(_: SpanReader) -> list[StoredBatch]:
         nonlocal now
-        number, now = next(reads), now + SEND_EVERY_S / 4
+        number, now = next(reads), now + span_files._MORE_S / 6
         if number % 2:
             return []
         sent = spans.SpanBuffer(f"worker-{number}")
