@@ -1,21 +1,26 @@
-"""`penstock` whose processes record only while a switch is on.
+"""`penstock` whose processes record only while a switch is on, and count what recording uses.
 
-    python -m bench.recording.switched SWITCH train recipes/tiny-cpu.toml --episodes.keep=all
+    python -m bench.recording.switched FOLDER train recipes/tiny-cpu.toml --episodes.keep=all
 
-Off, no span and no trained group is kept. The connections for spans remain, and carry nothing.
+Off, no span and no trained group is kept. The connections for spans remain, and carry nothing. FOLDER has the switch,
+and an account of each process.
 """
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.recording.account import Account
+from bench.recording.counted import count_spans, count_trainer
 from bench.recording.switch import Switch
 from penstock.telemetry import spans
 
 MODULE = "bench.recording.switched"
+SWITCH, ACCOUNTS = "switch", "accounts"
+"""What is in the folder that the processes share."""
 
 
 def switch_spans(switch: Switch) -> None:
@@ -48,7 +53,7 @@ def _if_on(switch: Switch, owner: type, name: str) -> None:
     setattr(owner, name, call_if_on)
 
 
-def _start_switched(file: Path) -> None:
+def _start_switched(folder: Path) -> None:
     """Have the launcher of this process start services by this module."""
     from services.launch.process import specs
 
@@ -56,41 +61,49 @@ def _start_switched(file: Path) -> None:
 
     def make_switched(*args: Any) -> Any:
         spec = make_spec(*args)
-        return replace(spec, command=_switched(spec.command, file))
+        return replace(spec, command=_switched(spec.command, folder))
 
     specs._service_spec = make_switched
 
 
-def _switched(command: Sequence[str], file: Path) -> list[str]:
+def _switched(command: Sequence[str], folder: Path) -> list[str]:
     place = command.index("services.cli")
-    return [*command[:place], MODULE, str(file), *command[place + 1 :]]
+    return [*command[:place], MODULE, str(folder), *command[place + 1 :]]
 
 
-def _after_import(module: str, switch: Switch) -> None:
-    """Switch episodes once `penstock serve` has imported `module`, as early imports would cost more than theirs."""
+def _after_import(module: str, change: Callable[[], None]) -> None:
+    """Call `change` once `penstock serve` has imported `module`, as early imports would cost more than theirs."""
     serve: Any = importlib.import_module("services.cli.serve")
     import_with_extra = serve.import_with_extra
 
     def import_then_switch(name: str, *args: Any, **options: Any) -> Any:
         imported = import_with_extra(name, *args, **options)
         if name == module:
-            switch_episodes(switch)
+            change()
         return imported
 
     serve.import_with_extra = import_then_switch
 
 
 def main() -> int:
-    """Run `penstock` with the arguments behind the file of the switch."""
-    file = Path(sys.argv.pop(1)).absolute()
-    switch = Switch(file)
+    """Run `penstock` with the arguments behind the shared folder."""
+    folder = Path(sys.argv.pop(1)).absolute()
+    switch = Switch(folder / SWITCH)
+    is_service = sys.argv[1] == "serve"
+    account = Account(folder / ACCOUNTS, sys.argv[2] if is_service else "launcher")
+    count_spans(account)
     switch_spans(switch)
+
+    def change_trainer() -> None:
+        count_trainer(account)
+        switch_episodes(switch)
+
     from services.cli import main as penstock
 
     if sys.argv[1] == "train":
-        _start_switched(file)
+        _start_switched(folder)
     if sys.argv[1:3] == ["serve", "trainer"]:
-        _after_import("services.trainer.main", switch)
+        _after_import("services.trainer.main", change_trainer)
     return penstock()
 
 

@@ -1,4 +1,4 @@
-"""Compares steps of one run with something on and off in turns. Pure.
+"""Compares steps of one run with something on and off in turns, and takes what is counted where it is on. Pure.
 
 Steps of two runs differ by more than what recording costs, even if both run at once: by the order in which the system
 serves them, and by what else the machine does. Neighbouring steps of one run share most of that. In each pair of turns
@@ -6,14 +6,15 @@ chance says which comes first, so that a run that becomes faster or slower favou
 a pair shows in processes that the switch does not reach: they are a control variate.
 """
 
-import collections
 import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeVar
+
+_Key = TypeVar("_Key")
 
 _CERTAIN: Final = 2.5
 """Standard errors within which a mean is taken to be known."""
@@ -30,11 +31,18 @@ class Turn:
     """Mean seconds of a step."""
     core_s: Mapping[str, float]
     """Mean processor time of a step by kind of process."""
+    recorded_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """What of it recording itself counted, by kind of process and part (`account.Part`)."""
 
     @property
     def total_core_s(self) -> float:
-        """The same of all processes."""
+        """Processor time of all processes."""
         return sum(self.core_s.values())
+
+    @property
+    def total_recorded_s(self) -> float:
+        """What recording itself counted in all processes."""
+        return sum(self.recorded_s.values())
 
 
 class Turns:
@@ -44,6 +52,7 @@ class Turns:
         self,
         switch: Callable[[bool], None],
         read: Callable[[], Mapping[str, float]],
+        read_recorded: Callable[[], Mapping[tuple[str, str], float]] = dict,
         *,
         num_pairs: int,
         num_steps: int,
@@ -55,6 +64,7 @@ class Turns:
         Args:
             switch: Switches it on or off.
             read: Returns the processor time that was used so far, by kind of process.
+            read_recorded: Returns what recording itself counted of it so far, by kind of process and part.
             num_pairs: Turns on, and as many off.
             num_steps: Steps of a turn that are measured.
             settle_s: Seconds after a switch in which steps are not measured.
@@ -64,10 +74,11 @@ class Turns:
         self._left = [is_on for _ in range(num_pairs) for is_on in chance.sample((True, False), 2)]
         self._switch = switch
         self._read = read
+        self._read_recorded = read_recorded
         self._num_steps = num_steps
         self._settle_s = settle_s
         self._switched_s = math.nan
-        self._began: tuple[float, Mapping[str, float]] | None = None
+        self._began: tuple[float, Mapping[str, float], Mapping[tuple[str, str], float]] | None = None
         self._num_taken = 0
         self.measured: list[Turn] = []
         """In the order in which they were taken, pair by pair."""
@@ -85,7 +96,7 @@ class Turns:
             self._begin_turn(ended_s)
         elif self._began is None:
             if ended_s - self._switched_s >= self._settle_s:
-                self._began, self._num_taken = (ended_s, self._read()), 0
+                self._began, self._num_taken = (ended_s, self._read(), self._read_recorded()), 0
         else:
             self._num_taken += 1
             if self._num_taken == self._num_steps:
@@ -95,18 +106,26 @@ class Turns:
         self._switch(self._left[0])
         self._switched_s, self._began = now_s, None
 
-    def _end_turn(self, ended_s: float, began_s: float, used_before: Mapping[str, float]) -> None:
-        used = collections.Counter(self._read())
-        used.subtract(used_before)
+    def _end_turn(
+        self,
+        ended_s: float,
+        began_s: float,
+        used_before: Mapping[str, float],
+        recorded_before: Mapping[tuple[str, str], float],
+    ) -> None:
         self.measured.append(
             Turn(
                 is_on=self._left.pop(0),
                 step_s=(ended_s - began_s) / self._num_steps,
-                core_s={kind: seconds / self._num_steps for kind, seconds in used.items()},
+                core_s=self._of_a_step(used_before, self._read()),
+                recorded_s=self._of_a_step(recorded_before, self._read_recorded()),
             )
         )
         if self._left:
             self._begin_turn(ended_s)
+
+    def _of_a_step(self, before: Mapping[_Key, float], after: Mapping[_Key, float]) -> dict[_Key, float]:
+        return {key: (total - before.get(key, 0.0)) / self._num_steps for key, total in after.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +144,25 @@ class Estimate:
         error = statistics.stdev(values) / math.sqrt(len(values))
         return cls(mean=statistics.mean(values), error=error, num=len(values))
 
+    def __add__(self, other: "Estimate") -> "Estimate":
+        """Estimate the sum of two means whose errors are independent."""
+        error = math.hypot(self.error, other.error)
+        return Estimate(mean=self.mean + other.mean, error=error, num=min(self.num, other.num))
+
+    def share_of(self, whole: float) -> "Estimate":
+        """Return it as a share of `whole`."""
+        return replace(self, mean=self.mean / whole, error=self.error / whole)
+
     def is_at_most(self, bar: float) -> bool | None:
         """Return whether the mean is at most `bar`; None if it cannot be told."""
         if self.num < _MIN_VALUES or abs(self.mean - bar) < _CERTAIN * self.error:
             return None
         return self.mean <= bar
+
+
+def while_on(turns: Sequence[Turn], value: Callable[[Turn], float]) -> Estimate:
+    """Estimate what `value` is in turns that are on."""
+    return Estimate.of([value(turn) for turn in turns if turn.is_on])
 
 
 def compare(
@@ -156,8 +189,7 @@ def compare(
         found = _at_zero([control(on) - control(off) for off, on in pairs], differences)
     if not is_relative:
         return found
-    whole = statistics.mean(value(off) for off, _ in pairs)
-    return replace(found, mean=found.mean / whole, error=found.error / whole)
+    return found.share_of(statistics.mean(value(off) for off, _ in pairs))
 
 
 def _at_zero(x: Sequence[float], y: Sequence[float]) -> Estimate:
