@@ -22,8 +22,8 @@ from services.doctor import gpu, memory, network, software
 from services.doctor.finding import Finding, Status, blamed, warning
 from services.doctor.hub import check_hub
 from services.doctor.inputs import check_data, check_model, check_settings
-from services.launch.gpu_plan import GpuPlan, find_gpus, plan_gpus
-from services.launch.run_plan import assign_gpus, num_trainer_gpus, plan_processes
+from services.launch.gpu_plan import GpuPlan, find_gpus
+from services.launch.run_plan import assign_gpus, assign_sft_gpus, plan_processes
 from services.recipe import Recipe
 
 DEADLINE_S = 15.0
@@ -124,11 +124,10 @@ def _sft_packages() -> Iterator[Finding | None]:
 
 
 def _plan(recipe: Recipe, devices: Sequence[str], *, is_sft: bool) -> GpuPlan:
-    """Return the GPUs of each process; `penstock sft` is the trainer alone."""
+    """Return the GPUs of each process."""
     if not is_sft:
         return assign_gpus(recipe, plan_processes(recipe, own_bus=not recipe.bus.url), devices)
-    ranks = num_trainer_gpus(recipe.trainer, devices)
-    return plan_gpus(devices, engines=(), tensor_parallel=1, trainer_ranks=ranks, memory_fraction=0.0)
+    return assign_sft_gpus(recipe.trainer, devices)
 
 
 def _for_this_host(found: Finding, recipe: Recipe, *, is_sft: bool) -> Finding:

@@ -184,6 +184,8 @@ class _Wanted:
         needed += {0: "", 1: " and the trainer"}.get(
             self.trainer_ranks, f" and a trainer of {self.trainer_ranks} ranks"
         )
+        if not self.engines:
+            needed = f"the {self.trainer_ranks} ranks of the trainer"
         return (
             f"{needed} need {self.num_gpus} GPUs, and {num_devices} can be used; lower "
             f"{self._remedy(num_devices, memory_fraction)}, or show the run more GPUs with CUDA_VISIBLE_DEVICES"

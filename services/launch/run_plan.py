@@ -115,7 +115,7 @@ def assign_gpus(recipe: Recipe, processes: Sequence[PlannedProcess], devices: Se
             precision of the trainer's pushes.
     """
     services = {process.service for process in processes}
-    trainer_gpus = num_trainer_gpus(recipe.trainer, devices) if "trainer" in services else 0
+    trainer_gpus = _num_trainer_gpus(recipe.trainer, devices) if "trainer" in services else 0
     if services >= {"trainer", "rollout"}:  # engines that others start may be on hosts of another kind
         require_same_precision(recipe, has_gpus=len(devices) > 0)
     return plan_gpus(
@@ -127,7 +127,21 @@ def assign_gpus(recipe: Recipe, processes: Sequence[PlannedProcess], devices: Se
     )
 
 
-def num_trainer_gpus(trainer: TrainerConfig, devices: Sequence[str]) -> int:
+def assign_sft_gpus(trainer: TrainerConfig, devices: Sequence[str]) -> GpuPlan:
+    """Return the GPUs of `penstock sft`, which is the trainer alone.
+
+    Args:
+        trainer: The trainer's settings.
+        devices: The machine's GPUs, as `find_gpus` returns them.
+
+    Raises:
+        ConfigError: there are too few GPUs, or none and the trainer must compute on one.
+    """
+    ranks = _num_trainer_gpus(trainer, devices)
+    return plan_gpus(devices, engines=(), tensor_parallel=1, trainer_ranks=ranks, memory_fraction=0.0)
+
+
+def _num_trainer_gpus(trainer: TrainerConfig, devices: Sequence[str]) -> int:
     """Return how many GPUs the trainer takes where there are any: one for each rank, or 0 if it computes on the CPU.
 
     Args:

@@ -24,14 +24,17 @@ from services.launch.run_folder import RunFolder
 from services.launch.run_plan import RunPlan, make_plan
 from services.launch.supervisor import Supervisor, supervised
 from services.recipe import Recipe
+from services.rollout.engine.sglang import recipe_settings
 
 
 def plan_serving(recipe: Recipe) -> RunPlan:
     """Return the processes that `serving` would start on this machine.
 
     Raises:
-        ConfigError: there are too few GPUs, or an evaluation set names a profile or environment that they do not know.
+        ConfigError: there are too few GPUs, an evaluation set names a profile or environment that they do not know, or
+            SGLang lacks a setting named in rollout.sglang.
     """
+    recipe_settings.require_known(recipe.rollout.sglang)
     require_names(recipe, data=False, sets=True)
     return make_plan(recipe, find_gpus(), own_bus=not recipe.bus.url, trains=False)
 

@@ -45,6 +45,8 @@ def eval_(
     is read from OPENAI_API_KEY. Any --section.key=value overrides the recipe. Exits with 1 if a prompt could not be
     played.
     """
+    from services.launch import serving
+
     recipes, overrides = sort_arguments(recipe, context.args)
     settings, folder = load_run(recipes, overrides, resume=resume)
     if resume is not None and (model is not None or url or url_model):
@@ -61,12 +63,13 @@ def eval_(
         )
     evaluating = import_with_extra("services.cli.evaluation.run", "penstock eval", extra="trainer")
     is_over_api = bool(url) or (folder is not None and evaluating.is_over_api(folder))
+    security = Security.load(settings.security)
+    plan = None if is_over_api else serving.plan_serving(settings)  # before a download, on which it does not depend
     if model is not None:
         folder_of_model = find_model(model) if hub.parse_id(model) is None else hub.fetch(model, setting="--model")
         settings = settings.model_copy(update={"model": ModelConfig(path=folder_of_model)})
     elif not is_over_api:
         settings = hub_models.with_model(settings)
-    security = Security.load(settings.security)
     with nullcontext() if settings.model is None or is_over_api else held_model(settings.model.path):
-        code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model, folder=folder)
+        code: int = evaluating.evaluate(settings, security, plan, url=url, url_model=url_model, folder=folder)
     return code

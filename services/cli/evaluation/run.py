@@ -28,7 +28,8 @@ from services.cli.score.run import private_service, running_at
 from services.launch.checks.known_names import KnownNames, require_names
 from services.launch.checks.template_variables import require_template_variables
 from services.launch.run_folder import RunFolder
-from services.launch.serving import plan_serving, serving
+from services.launch.run_plan import RunPlan
+from services.launch.serving import serving
 from services.launch.settings import service_settings
 from services.launch.terminal.lasting_output import lasting_output
 from services.recipe import Recipe
@@ -71,12 +72,21 @@ def is_over_api(folder: RunFolder) -> bool:
     return bool(read_begun(folder.path).url)
 
 
-def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, folder: RunFolder | None = None) -> int:
+def evaluate(
+    recipe: Recipe,
+    security: Security,
+    plan: RunPlan | None,
+    *,
+    url: str,
+    url_model: str,
+    folder: RunFolder | None = None,
+) -> int:
     """Evaluate and return the exit code: 1 if prompts could not be played, 130 after Ctrl-C.
 
     Args:
         recipe: The recipe with the evaluation sets and the model.
         security: Tokens and TLS of the servers.
+        plan: The processes that serve the model; None: an API plays.
         url: An OpenAI-compatible API that plays in place of the model; empty: none.
         url_model: That API's name of the model; empty: its only one.
         folder: Folder of the interrupted evaluation to resume, with the model or API that it was begun with; None:
@@ -93,10 +103,8 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
     api_key = read_api_key() if url else ""
     model = None if url else service_settings.for_engine(recipe).model.path
     require_template_variables(recipe, model, with_sets=True)
-    if url:
+    if plan is None:
         require_names(recipe, data=False, sets=True)
-    else:
-        plan = plan_serving(recipe)
     name = recipe.run.name if begun else f"{recipe.run.name}-eval"
     if len(name) > MAX_NAME_CHARS:
         raise ConfigError(
@@ -116,7 +124,7 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
     hide_secrets()
     with own_folder(folder, recipe, command="penstock eval", service="eval", is_new=begun is None):
         run = _Evaluating(recipe, folder, sets, security, begun)
-        sys.stdout.write("\n".join([f"run folder {folder.path}", *([] if url else plan.describe()), ""]))
+        sys.stdout.write("\n".join([f"run folder {folder.path}", *([] if plan is None else plan.describe()), ""]))
         with disk_full_reported(folder.path, run.remedy_for_full_disk):
             code = 0
             if run.is_complete:

@@ -6,6 +6,7 @@ from services.trainer.checks.schedule import schedule_contradiction
 from services.trainer.data.sources.files import require_files
 from services.trainer.demonstrations.files import require_demonstrations
 from services.trainer.evaluation.set_files import require_sets
+from services.trainer.sft.config import require_meant
 from services.trainer.telemetry.trackers import require_packages
 
 
@@ -20,6 +21,23 @@ def require_trainable_without_model(recipe: Recipe) -> None:
     require_data_files(recipe, with_sets=recipe.evaluation.is_in_training, with_demonstrations=True)
     require_packages(recipe.trackers)
     recipe.sampling.require_trainable()
+
+
+def require_supervised_without_model(recipe: Recipe) -> None:
+    """Check what of the inputs of supervised training can be checked before its model is there.
+
+    Raises:
+        ConfigError: there is no data, a tracker is not installed, or a setting does not apply.
+    """
+    require_data_files(recipe, with_sets=recipe.sft.validate_every > 0)
+    require_packages(recipe.trackers)
+    require_meant(
+        sft=recipe.sft,
+        trainer=recipe.trainer,
+        data=recipe.data,
+        evaluation=recipe.evaluation,
+        metrics=recipe.metrics,
+    )
 
 
 def require_schedule(recipe: Recipe) -> None:

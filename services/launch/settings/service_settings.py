@@ -11,7 +11,7 @@ from penstock.model.folder import require_model
 from penstock.model.tokens import require_same_tokens
 from services.launch.checks.model_fit import require_fits_model
 from services.launch.checks.template_variables import require_template_variables
-from services.launch.checks.training_inputs import require_data_files, require_trainable_without_model
+from services.launch.checks.training_inputs import require_supervised_without_model, require_trainable_without_model
 from services.launch.run_folder import RunFolder, dump_repeatable
 from services.launch.settings.hub_models import with_model, with_models
 from services.recipe import Recipe
@@ -25,8 +25,7 @@ from services.router.config import RouterSettings
 from services.trainer.checks.router_replay import require_mixture
 from services.trainer.config import TrainerSettings
 from services.trainer.data.named_section import named_section
-from services.trainer.sft.config import SftSettings, require_meant
-from services.trainer.telemetry.trackers import require_packages
+from services.trainer.sft.config import SftSettings
 
 
 def for_reward(recipe: Recipe) -> RewardSettings:
@@ -185,11 +184,9 @@ def for_sft(recipe: Recipe) -> SftSettings:
             template does not read a variable, or a tracker is not installed.
         UnavailableError: the model is on the Hub, which cannot be reached.
     """
-    with_sets = recipe.sft.validate_every > 0
-    require_data_files(recipe, with_sets=with_sets)
-    require_packages(recipe.trackers)
+    require_supervised_without_model(recipe)
     recipe = with_model(recipe)
-    require_template_variables(recipe, _model(recipe).path, with_sets=with_sets)
+    require_template_variables(recipe, _model(recipe).path, with_sets=recipe.sft.validate_every > 0)
     settings = SftSettings(
         sft=recipe.sft,
         trainer=recipe.trainer,
@@ -198,13 +195,6 @@ def for_sft(recipe: Recipe) -> SftSettings:
         data=recipe.data,
         trackers=recipe.trackers,
         evaluation=recipe.evaluation,
-    )
-    require_meant(
-        sft=recipe.sft,
-        trainer=recipe.trainer,
-        data=recipe.data,
-        evaluation=recipe.evaluation,
-        metrics=recipe.metrics,
     )
     require_fits_model(recipe, settings.model.path, is_sft=True)
     return settings

@@ -47,7 +47,7 @@ def test_each_rank_of_the_trainer_has_a_gpu() -> None:
     ):
         plan(EIGHT, 1, trainer_ranks=8)
     with pytest.raises(
-        ConfigError, match=r"a trainer of 2 ranks need 2 GPUs, and 1 can be used; .*trainer\.ranks to at most 1"
+        ConfigError, match=r"^the 2 ranks of the trainer need 2 GPUs, and 1 can be used; .*trainer\.ranks to at most 1"
     ):
         plan(["0"], 0, trainer_ranks=2)
 

@@ -255,30 +255,33 @@ def test_a_dry_run_downloads_nothing(hub: HubServer, capsys: pytest.CaptureFixtu
     assert "no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [(), ("--dry-run",)], ids=str)
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("commands", "override", "words"),
     [
-        ("--trainer.device=cuda", "trainer.device = 'cuda', and no GPU can be used"),
-        ("--rollout.tensor_parallel=2", "rollout.tensor_parallel = 2: no GPU can be used"),
-        ("--rollout.sglang.chunked_prefil_size=1", "did you mean chunked_prefill_size?"),
-        ("--data.profile=mth", "data.profile = 'mth' is unknown"),
-        ("--worker.agents.mine.function=mine:run", "worker.agents needs the router's OpenAI-compatible API"),
-        ("--security.tls_ca=/no/ca.pem", "/no/ca.pem"),
+        ("train sft", "--trainer.device=cuda", "trainer.device = 'cuda', and no GPU can be used"),
+        ("train eval", "--rollout.tensor_parallel=2", "rollout.tensor_parallel = 2: no GPU can be used"),
+        ("train eval", "--rollout.sglang.chunked_prefil_size=1", "did you mean chunked_prefill_size?"),
+        ("train", "--data.profile=mth", "data.profile = 'mth' is unknown"),
+        ("eval", "--evaluation.sets.held_out.profile=mth", "evaluation.sets.held_out.profile = 'mth' is unknown"),
+        ("train", "--worker.agents.mine.function=mine:run", "worker.agents needs the router's OpenAI-compatible API"),
+        ("train eval", "--security.tls_ca=/no/ca.pem", "/no/ca.pem"),
+        ("sft", "--trainer.record_groups=true", "supervised training has none; leave it out"),
     ],
 )
 def test_what_is_wrong_with_any_model_is_refused_before_a_download(
     hub: HubServer,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    option: tuple[str, ...],
+    commands: str,
     override: str,
     words: str,
 ) -> None:
     """Models are gigabytes."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["train", "tiny-cpu", "--model.path=owner/tiny", override, *option]) == 2
-    assert words in capsys.readouterr().err
+    for name in commands.split():
+        for option in ([], ["--dry-run"]) if name == "train" else ([],):
+            assert main([name, "tiny-cpu", "--model.path=owner/tiny", override, *option]) == 2
+            assert words in capsys.readouterr().err
     assert hub.requests == []
 
 
