@@ -356,7 +356,6 @@ class WeightReceiver:
         log.info(
             "weights.received",
             push_id=push.push_id,
-            policy_version=push.version,
             size_bytes=push.manifest.num_bytes,
             transport=push.transport.name,
             elapsed_s=round(time.monotonic() - push.started, 3),
