@@ -252,10 +252,10 @@ class TrainerConfig(BackendConfig):
     max_staleness: int = pydantic.Field(default=1, ge=0)
     """Most versions by which a group's oldest token may lag the published version; 0 is synchronous GRPO."""
     streaming: bool = True
-    """Compute the gradient of groups as they arrive, while others are still played: once they have micro_batch_tokens,
-    or, in a batch of more tokens than that, once they are half of what it lacks. Off: wait for the whole batch, so that
-    a step's numbers do not depend on arrival times, not even by rounding errors. Algorithms that compare groups with
-    each other always wait."""
+    """Compute the gradient of groups as they arrive, while others are still played. They are computed once they are at
+    least an eighth of the batch, and have micro_batch_tokens or, in a batch of more tokens than that, are half of what
+    it lacks. Off: wait for the whole batch, so that a step's numbers do not depend on arrival times, not even by
+    rounding errors. Algorithms that compare groups with each other always wait."""
     checkpoint_every: int = pydantic.Field(default=10, ge=1)
     """Steps between checkpoints. Groups stay on the bus until a checkpoint holds what became of them."""
     keep_checkpoints: int = pydantic.Field(default=2, ge=1)
