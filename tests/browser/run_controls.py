@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from playwright.async_api import Page, expect
+from playwright.async_api import Locator, Page, expect
 
 from services.trainer.telemetry.episodes.files import EpisodeFiles
 from tests.support.view_runs import add_group, step_row, write_rows
@@ -16,6 +16,14 @@ async def _open(page: Page, name: str) -> None:
     await expect(page.locator("h1")).to_have_text(name)
 
 
+async def _enter(page: Page, field: Locator, text: str, key: str = "Enter") -> None:
+    """Type a text in place of what the field holds, and leave it with a key."""
+    await field.click()
+    await field.fill("")
+    await page.keyboard.type(text)
+    await page.keyboard.press(key)
+
+
 async def test_samples_are_found_by_words_outcome_and_ending(page: Page, runs: list[Path]) -> None:
     """The fields narrow the list together; one link shows all again."""
     files = EpisodeFiles(runs[0] / "episodes", last_step=99, max_bytes=1e12)
@@ -25,9 +33,7 @@ async def test_samples_are_found_by_words_outcome_and_ending(page: Page, runs: l
     number = page.get_by_text(re.compile(r"^\d+ of 32 kept groups$"))
     await expect(number).to_have_text("32 of 32 kept groups")
     search = page.get_by_role("searchbox", name="Search")
-    await search.click()
-    await page.keyboard.type("EDGES")
-    await page.keyboard.press("Enter")
+    await _enter(page, search, "EDGES")
     await expect(number).to_have_text("2 of 32 kept groups")
     await expect(search).to_be_focused()
     await page.get_by_label("Outcome").select_option("stale")
@@ -54,13 +60,10 @@ async def test_samples_of_a_step_are_found_and_their_order_is_turned(page: Page)
     await page.keyboard.press("Space")
     await expect(cards.first).to_contain_text("step 30")
     step = page.get_by_role("spinbutton", name="Step")
-    await step.click()
-    await page.keyboard.type("7")
-    await page.keyboard.press("Tab")
+    await _enter(page, step, "7", key="Tab")
     await expect(cards).to_have_count(1)
     await expect(cards).to_contain_text("step 7")
-    await step.fill("")
-    await page.keyboard.press("Enter")
+    await _enter(page, step, "")
     await expect(cards).to_have_count(30)
 
 
@@ -141,9 +144,7 @@ async def test_settings_are_searched_by_a_part_of_their_names(page: Page) -> Non
     await expect(toggle).to_have_attribute("aria-pressed", "false")
     number = await rows.count()
     search = page.get_by_role("searchbox", name="Search")
-    await search.click()
-    await page.keyboard.type("num_st")
-    await page.keyboard.press("Enter")
+    await _enter(page, search, "num_st")
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text("trainer.num_steps")
     await toggle.focus()
@@ -151,6 +152,5 @@ async def test_settings_are_searched_by_a_part_of_their_names(page: Page) -> Non
     await expect(page.locator("main")).to_contain_text("The recipes do not differ.")
     await page.keyboard.press("Space")
     await expect(rows).to_have_count(1)
-    await search.fill("")
-    await page.keyboard.press("Enter")
+    await _enter(page, search, "")
     await expect(rows).to_have_count(number)
