@@ -98,9 +98,9 @@ def _is_known(name: str) -> bool:
     return not names.isdisjoint(_settings() | _sections()) or ".".join(parts[:-1]) in _settings()
 
 
-@pytest.mark.parametrize("document", [name for name in _DOCUMENTS if name != "CHANGELOG.md"])
+@pytest.mark.parametrize("document", _DOCUMENTS)
 def test_the_settings_that_a_document_names_exist(document: str) -> None:
-    """In its sentences and in the commands that it shows; only the changelog names those that are gone."""
+    """In its sentences and in the commands that it shows."""
     text = (_ROOT / document).read_text()
     if _ROOT / document in _TABLES:  # the first column has the switches of others
         text = "\n".join(["|".join(cells[1:]) for cells in _rows(_ROOT / document)])
