@@ -1,13 +1,9 @@
-"""One subject of `bench_trainer.py` in its own process, because its memory is measured: prints one line of JSON.
+"""One subject of `bench_trainer.py` in its own process, because its memory is measured; see `turns.py`.
 
-python -m bench.trainer.step_process group_rows --model DIR --workload FILE --steps 3 --threads 2
+python -m bench.trainer.step_process group_rows --model DIR --workload FILE --threads 2
 """
 
 import argparse
-import json
-import resource
-import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +11,7 @@ import numpy as np
 import torch
 
 from bench.trainer.padded import PaddedPolicy, plan_padded
+from bench.trainer.turns import Turns
 from bench.trainer.workload import Workload, read_groups
 from penstock.model.tokens import forbidden_token_ids
 from services.trainer.algorithm.advantage import sample_advantages
@@ -78,33 +75,19 @@ SUBJECTS: dict[str, Callable[[Path, Sequence[TrainGroup]], Step]] = {
 
 
 def main() -> None:
-    """Measure steps after a first that is not counted."""
+    """Take a step for each turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--workload", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
+    turns = Turns()
     torch.set_num_threads(arguments.threads)
     step = SUBJECTS[arguments.subject](arguments.model, read_groups(arguments.model, Workload.read(arguments.workload)))
-    before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    grad_norm = step()
-    seconds, core_seconds = [], []
-    for _ in range(arguments.steps):
-        started, cores_started = time.perf_counter(), time.process_time()
-        step()
-        seconds.append(time.perf_counter() - started)
-        core_seconds.append(time.process_time() - cores_started)
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    found = {
-        "seconds": seconds,
-        "core_seconds": core_seconds,
-        "before_mb": before_mb,
-        "peak_mb": peak_mb,
-        "grad_norm": grad_norm,
-    }
-    sys.stdout.write(json.dumps(found) + "\n")
+    while True:
+        turns.begin()
+        turns.end(grad_norm=step())
 
 
 if __name__ == "__main__":

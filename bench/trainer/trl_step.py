@@ -1,17 +1,15 @@
-"""TRL's GRPOTrainer on the same step, in its own process and virtual environment: prints one line of JSON.
+"""TRL's GRPOTrainer on the same step, in its own process and virtual environment; see `turns.py`.
 
 Its rollout function returns the given responses, so the time from the beginning to the end of a step is its training:
 the image processor, forward, backward and AdamW. It imports nothing from Penstock.
 
-/path/to/trl/bin/python bench/trainer/trl_step.py --model DIR --workload FILE --steps 3 --threads 2 --out DIR
+/path/to/trl/bin/python -m bench.trainer.trl_step --model DIR --workload FILE --threads 2 --out DIR
 """
 
 import argparse
 import importlib.metadata
 import json
-import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +19,33 @@ from PIL import Image
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from bench.trainer.turns import Turns
+
 SAMPLES_PER_FORWARD = 4
 """4 x 1,960 padded tokens: as many as Penstock's 8,192 tokens per forward pass allow."""
 
 
-class Clock(TrainerCallback):
-    """Measures the time from the beginning to the end of each optimizer step."""
+class InTurn(TrainerCallback):
+    """Takes each optimizer step in its turn."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.core_seconds: list[float] = []
-        self.before_mb = 0.0
-        self._started = self._cores_started = 0.0
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        self._turns = Turns()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._started, self._cores_started = time.perf_counter(), time.process_time()
+        self._turns.begin()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._started)
-        self.core_seconds.append(time.process_time() - self._cores_started)
+        self._turns.end(version=importlib.metadata.version("trl"))
 
 
 def main() -> None:
-    """Train `steps` steps after a first that is not counted."""
+    """Train until the turns end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--model", "--workload", "--out"):
         parser.add_argument(name, type=Path, required=True)
-    for name in ("--steps", "--threads"):
-        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
+    in_turn = InTurn()
     torch.set_num_threads(arguments.threads)
     workload = json.loads(arguments.workload.read_text())
     processor = AutoProcessor.from_pretrained(arguments.model)
@@ -77,11 +70,10 @@ def main() -> None:
     def reward(completions: list[Any], **_: Any) -> list[float]:
         return workload["rewards"] * (len(completions) // num_samples)
 
-    clock = Clock()
     num_in_step = len(rows) * num_samples
     config = GRPOConfig(
         output_dir=str(arguments.out),
-        max_steps=arguments.steps + 1,
+        max_steps=sys.maxsize,
         per_device_train_batch_size=SAMPLES_PER_FORWARD,
         gradient_accumulation_steps=num_in_step // SAMPLES_PER_FORWARD,
         num_generations=num_samples,
@@ -103,17 +95,9 @@ def main() -> None:
         train_dataset=Dataset.from_list(rows),
         processing_class=processor,
         rollout_func=rollout,
-        callbacks=[clock],
+        callbacks=[in_turn],
     )
     trainer.train()
-    found = {
-        "seconds": clock.seconds[1:],
-        "core_seconds": clock.core_seconds[1:],
-        "before_mb": clock.before_mb,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "version": importlib.metadata.version("trl"),
-    }
-    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

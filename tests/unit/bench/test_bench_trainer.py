@@ -1,6 +1,7 @@
 """What `make bench-trainer` compares is the same step; the GPU's script is right where it can run."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,12 @@ from bench.demo.penstock_run import RECIPE
 from bench.demo.task import write_task
 from bench.gpu.bench_train_step import attention_table
 from bench.trainer import bench_trainer
-from bench.trainer.bench_trainer import Measured
 from bench.trainer.step_process import SUBJECTS
 from bench.trainer.workload import Workload, read_groups
 from penstock import config as configuration
 from services.recipe import Recipe
 from services.trainer.data.dataset import open_dataset
+from tests.support.processes import is_alive
 from tests.support.trainer.groups import picture
 
 
@@ -33,38 +34,110 @@ def test_subjects_take_the_same_step(tiny_model_path: Path, tmp_path: Path) -> N
     assert norms == dict.fromkeys(SUBJECTS, pytest.approx(norms["padded"], rel=1e-5))
 
 
+_SUBJECT = """
+import json, os, sys
+from bench.trainer.turns import Turns
+turns = Turns()
+print("a library's line")
+for seconds in json.loads(sys.argv[2]):
+    turns.begin()
+    with open("LOG", "a") as log:
+        log.write(f"{sys.argv[1]} {os.getpid()}\\n")
+    turns.end(seconds=seconds, core_seconds=1.5 * seconds, peak_mb=100.0, grad_norm=1.0)
+sys.exit("out of memory")
+"""
+"""Stands in for a subject's process; the first of its seconds is the warm-up's."""
+
+
+class StandIns:
+    """Subjects that take as long as a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+        self._monkeypatch = monkeypatch
+        self._log = log
+
+    def run(self, seconds: dict[str, list[float]], *, rounds: int) -> int:
+        """Run the benchmark with the subjects in this order, and return its exit code."""
+        program = _SUBJECT.replace("LOG", str(self._log))
+        self._monkeypatch.setattr("sys.argv", ["bench_trainer.py", f"--rounds={rounds}", "--subjects", *seconds])
+        self._monkeypatch.setattr(
+            bench_trainer,
+            "command",
+            lambda subject, *_: [sys.executable, "-c", program, subject, json.dumps(seconds[subject])],
+        )
+        self._monkeypatch.setattr(bench_trainer, "write_model", lambda _: None)
+        self._monkeypatch.setattr(bench_trainer, "write_workload", lambda *_, **__: None)
+        return bench_trainer.main()
+
+    def steps(self) -> list[tuple[str, int]]:
+        """Return the subject and the process of each step, in order."""
+        lines = (line.split() for line in self._log.read_text().splitlines())
+        return [(subject, int(pid)) for subject, pid in lines]
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandIns:
+    return StandIns(monkeypatch, tmp_path / "steps")
+
+
+def last_row(out: str) -> list[str]:
+    """Return the cells of a table's last row."""
+    [*_, row] = [line for line in out.splitlines() if line.startswith("|")]
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_subjects_take_their_steps_in_turn(stand_ins: StandIns) -> None:
+    """Every subject takes one step to warm up and one in each round, always in the same process."""
+    assert stand_ins.run({"trl": [9.0] * 5, "group_rows": [1.0] * 5, "padded": [9.0] * 5}, rounds=4) == 0
+    steps = stand_ins.steps()
+    subjects = [subject for subject, _ in steps]
+    assert subjects[:3] == ["group_rows", "padded", "trl"]
+    rounds = [subjects[start : start + 3] for start in range(3, len(steps), 3)]
+    assert [sorted(each) for each in rounds] == [["group_rows", "padded", "trl"]] * 4
+    assert len(set(steps)) == 3
+    assert not any(is_alive(pid) for _, pid in steps)
+
+
 @pytest.mark.parametrize(
-    ("subjects", "measured", "last_cell", "code"),
+    ("subject", "seconds", "last_cell", "code"),
     [
-        (["padded"], ["padded"], "", 0),
-        (["padded", "group_rows"], ["group_rows", "padded"], "2.50 (bar 2)", 0),
-        (["trl", "group_rows"], ["group_rows", "trl"], "2.50 (bar 3)", 1),
+        ("packed", [9.0, 2.2, 6.0, 8.8], "2.20 (2.20 to 3.00)", 0),
+        ("padded", [9.0, 2.2, 6.0, 8.8], "2.20 (2.20 to 3.00), bar 2", 0),
+        ("padded", [9.0, 1.8, 6.0, 7.2], "1.80 (1.80 to 3.00), bar 2", 1),
+        ("trl", [9.0, 3.2, 4.0, 12.8], "3.20 (2.00 to 3.20), bar 3", 0),
     ],
 )
-def test_bars_are_of_group_rows(
-    subjects: list[str],
-    measured: list[str],
+def test_a_ratio_is_of_two_steps_of_one_round(
+    subject: str,
+    seconds: list[float],
     last_cell: str,
     code: int,
-    monkeypatch: pytest.MonkeyPatch,
+    stand_ins: StandIns,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """They are measured first, whatever the order asked for; without them there is no comparison and no missed bar."""
-    order: list[str] = []
+    """While the machine slows down, the medians of all steps tell another one; the bar is of the median ratio."""
+    assert stand_ins.run({subject: seconds, "group_rows": [9.0, 1.0, 2.0, 4.0]}, rounds=3) == code
+    out = capsys.readouterr().out
+    _, step_s, core_s, _, _, faster = last_row(out)
+    median_s = sorted(seconds[1:])[1]
+    assert (step_s, core_s, faster) == (f"{median_s:.2f}", f"{1.5 * median_s:.2f}", last_cell)
+    assert (f"below their bar: {subject}" in out) == bool(code)
 
-    def measure(subject: str, *_: object) -> Measured:
-        order.append(subject)
-        seconds = 2.0 if subject == "group_rows" else 5.0
-        return Measured(step_s=seconds, core_s=seconds, peak_mb=100.0, grad_norm=1.0)
 
-    monkeypatch.setattr("sys.argv", ["bench_trainer.py", "--subjects", *subjects])
-    monkeypatch.setattr(bench_trainer, "measure", measure)
-    monkeypatch.setattr(bench_trainer, "write_model", lambda _: None)
-    monkeypatch.setattr(bench_trainer, "write_workload", lambda *_, **__: None)
-    assert bench_trainer.main() == code
-    assert order == measured
-    [*_, last_row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert last_row.split("|")[-2].strip() == last_cell
+def test_without_group_rows_there_is_no_bar(stand_ins: StandIns, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is compared then."""
+    assert stand_ins.run({"padded": [9.0, 1.0]}, rounds=1) == 0
+    assert last_row(capsys.readouterr().out)[-1] == ""
+
+
+def test_a_subject_that_fails_ends_the_benchmark(stand_ins: StandIns) -> None:
+    """It tells the end of the process's standard error, and leaves no process."""
+    with pytest.raises(SystemExit) as ended:
+        stand_ins.run({"group_rows": [1.0] * 9, "padded": [9.0, 2.0, 2.0]}, rounds=8)
+    assert ended.value.code == "padded ended with 1:\na library's line\nout of memory\n"
+    steps = stand_ins.steps()
+    assert [subject for subject, _ in steps].count("padded") == 3
+    assert not any(is_alive(pid) for _, pid in steps)
 
 
 def test_the_table_names_trls_version(
@@ -72,8 +145,8 @@ def test_the_table_names_trls_version(
 ) -> None:
     """The one that the measured process reports."""
     interpreter = tmp_path / "python"
-    found = {"seconds": [2.0], "core_seconds": [3.0], "peak_mb": 100.0, "version": "9.8.7"}
-    interpreter.write_text(f"#!/bin/sh\necho '{json.dumps(found)}'\n")
+    answer = {"seconds": 2.0, "core_seconds": 3.0, "peak_mb": 100.0, "version": "9.8.7"}
+    interpreter.write_text(f"#!/bin/sh\nwhile read -r _; do echo '{json.dumps(answer)}'; done\n")
     interpreter.chmod(0o755)
     monkeypatch.setattr("sys.argv", ["bench_trainer.py", "--subjects", "trl", "--trl", str(interpreter)])
     monkeypatch.setattr(bench_trainer, "write_model", lambda _: None)

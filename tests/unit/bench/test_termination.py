@@ -36,6 +36,12 @@ async def main():
 
 asyncio.run(main())
 """
+_TRAINER = """
+from bench.trainer import bench_trainer
+bench_trainer.command = lambda *_: penstock_run.PENSTOCK
+bench_trainer.write_model = bench_trainer.write_workload = lambda *_, **__: None
+bench_trainer.main()
+"""
 
 
 @pytest.mark.parametrize(
@@ -46,11 +52,12 @@ asyncio.run(main())
         _MAIN.format("bench", "core_seconds"),
         _CHAOS,
         _ROUTER,
+        _TRAINER,
     ],
-    ids=["bench_demo", "bench_zoom", "core_seconds", "chaos", "bench_router"],
+    ids=["bench_demo", "bench_zoom", "core_seconds", "chaos", "bench_router", "bench_trainer"],
 )
 def test_what_a_benchmark_started_ends_with_it(program: str, tmp_path: Path) -> None:
-    """A run of `penstock train` in order, so that its own processes end too; routers and engines at once."""
+    """A run of `penstock train` in order, so that its own processes end too; others at once."""
     file = tmp_path / "pid"
     stand_in = (sys.executable, "-c", _STAND_IN, str(file))
     start = f"from bench.demo import penstock_run\npenstock_run.PENSTOCK = {stand_in!r}\n"
