@@ -7,9 +7,9 @@ Legend: N = own tokens of a step, sample by sample; S = own tokens of a sample o
 a sequence.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ TokenNames: TypeAlias = Callable[[np.ndarray], list[str]]
 """Returns the text of each token id, special tokens spelled."""
 
 _PREVIEW_CHARS = 400
-_NO_TOKEN: Final = np.array([-1], dtype=np.int32)
+_NO_TOKEN: Final = b"\xff\xff\xff\xff"
 """Between sequences whose tokens are named together: no character is spelled across it."""
 
 
@@ -32,22 +32,21 @@ class StepColumns:
 
     logprobs_N: np.ndarray
     """float32."""
-    kept: Sequence[tuple[str, int, memoryview]]
+    kept: Sequence[tuple[str, int, bytes]]
     """Of each column that is kept its name, the bytes of a value, and its little-endian values."""
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray]) -> "StepColumns":
         """Keep these arrays of shape [N], of which one is `logprobs`."""
-        kept = [(name, array.itemsize, array.view(np.uint8).data) for name, array in arrays.items()]
+        kept = [(name, array.itemsize, array.tobytes()) for name, array in arrays.items()]
         return cls(logprobs_N=arrays["logprobs"], kept=kept)
 
-    def cut(self, start: int, stop: int) -> dict[str, memoryview]:
+    def cut(self, start: int, stop: int) -> dict[str, bytes]:
         """Return the columns of the tokens from `start` to `stop`, by name."""
         return {name: values[size * start : size * stop] for name, size, values in self.kept}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainedSample:
+class TrainedSample(NamedTuple):
     """What a step computed of a sample's own tokens, sequence by sequence."""
 
     columns: StepColumns
@@ -83,16 +82,35 @@ def split_samples(tokens: StepTokens) -> dict[int, TrainedSample]:
     }
 
 
-def engine_logprobs(group: Group) -> list[list[np.ndarray]]:
-    """Return what the engine said of the own tokens of each sample's sequences."""
-    return [[sequence.logprobs[sequence.loss_mask] for sequence in sample.sequences] for sample in group.samples]
+class SequenceBytes:
+    """A sequence's arrays as bytes, which are cut and compared in a fraction of the time that arrays take."""
+
+    __slots__ = ("engine_logprobs", "own", "token_ids")
+
+    def __init__(self, sequence: TokenSequence) -> None:
+        """Copy the arrays of `sequence`, which are little-endian as those of all records."""
+        self.token_ids = sequence.token_ids.tobytes()
+        """int32[T]"""
+        self.own = sequence.loss_mask.tobytes()
+        """bool[T]"""
+        first = self.own.find(1)
+        if self.own.count(1) == len(self.own) - first:  # a single turn
+            self.engine_logprobs = sequence.logprobs.tobytes()[4 * first :]
+        else:
+            self.engine_logprobs = sequence.logprobs[sequence.loss_mask].tobytes()
+        """float32[S]: what the engine said of the policy's own tokens."""
 
 
-def divergence(engine: Sequence[Sequence[np.ndarray]], trained: Mapping[int, TrainedSample]) -> float | None:
+def sequence_bytes(group: Group) -> list[list[SequenceBytes]]:
+    """Return the arrays of each sample's sequences."""
+    return [[SequenceBytes(sequence) for sequence in sample.sequences] for sample in group.samples]
+
+
+def divergence(played: Sequence[Sequence[SequenceBytes]], trained: Mapping[int, TrainedSample]) -> float | None:
     """Return the largest difference of a log-probability between trainer and engine; None if nothing was computed.
 
     Args:
-        engine: `engine_logprobs` of a group.
+        played: `sequence_bytes` of a group.
         trained: What was computed of its samples, by their numbers in the group, in the order of the columns: a group's
             samples stand there side by side.
     """
@@ -100,7 +118,8 @@ def divergence(engine: Sequence[Sequence[np.ndarray]], trained: Mapping[int, Tra
         return None
     samples = list(trained.values())
     logprobs = samples[0].columns.logprobs_N[samples[0].start : samples[-1].stop]
-    return float(np.abs(logprobs - np.concatenate([part for number in trained for part in engine[number]])).max())
+    engine = b"".join([arrays.engine_logprobs for number in trained for arrays in played[number]])
+    return float(np.abs(logprobs - np.frombuffer(engine, dtype="<f4")).max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +173,16 @@ def describe_group(
         prompt_images: File names of the prompt's images, in order.
         image_token_id: The placeholder of an image; None if the model takes none.
     """
-    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
-    prompt_length = _common_prompt_length(sequences)
-    prompt_ids = sequences[0].token_ids[:prompt_length] if sequences else np.zeros(0, dtype=np.int32)
-    prompt_texts, *texts = _name_all([prompt_ids, *(each.token_ids[prompt_length:] for each in sequences)], names)
+    played = sequence_bytes(group)
+    sequences = [arrays for sample in played for arrays in sample]
+    prompt_bytes = 4 * _common_prompt_length(sequences)
+    prompt_ids = sequences[0].token_ids[:prompt_bytes] if sequences else b""
+    prompt_texts, *texts = _name_all([prompt_ids, *(each.token_ids[prompt_bytes:] for each in sequences)], names)
     texts_of = iter(texts)
-    engine = engine_logprobs(group)
-    versions = {span.policy_version for sequence in sequences for span in sequence.version_spans}
+    placeholder = None if image_token_id is None else image_token_id.to_bytes(4, "little")
+    versions = {
+        span.policy_version for sample in group.samples for each in sample.sequences for span in each.version_spans
+    }
     example = origin.example
     messages = [] if example is None else _messages(example)
     common = {
@@ -178,23 +200,18 @@ def describe_group(
         "environment": group.environment,
         "worker": group.worker_id,
     }
-    samples = [
-        _describe_sample(
-            sample,
-            engine[number],
-            trained.get(number),
-            prompt_length,
-            texts_of,
-            image_files=image_files,
-            image_token_id=image_token_id,
-        )
-        for number, sample in enumerate(group.samples)
-    ]
+    samples = []
+    for number, sample in enumerate(group.samples):
+        described = [
+            _describe_sequence(sequence, arrays, prompt_bytes, next(texts_of), image_files, placeholder)
+            for sequence, arrays in zip(sample.sequences, played[number], strict=True)
+        ]
+        samples.append(_describe_sample(sample, described, trained.get(number), played[number]))
     whole = common | {
         "messages": messages,
         "golds": [] if example is None else list(example.golds),
         "images": list(prompt_images),
-        "prompt": {"token_ids": prompt_ids.tobytes(), "texts": prompt_texts},
+        "prompt": {"token_ids": prompt_ids, "texts": prompt_texts},
         "samples": samples,
     }
     short = common | {
@@ -206,10 +223,10 @@ def describe_group(
         "advantages": [sample["advantage"] for sample in samples],
         "finish": [sample.finish_reason for sample in group.samples],
         "statuses": ["" if sample.verdict is None else sample.verdict.status for sample in group.samples],
-        "num_tokens": [sum(map(len, parts)) for parts in engine],
+        "num_tokens": [sum([len(arrays.engine_logprobs) for arrays in sample]) // 4 for sample in played],
         "num_turns": [len(sample.turns) for sample in group.samples],
         "versions": [min(versions), max(versions)] if versions else [],
-        "dlogp_max": divergence(engine, trained),
+        "dlogp_max": divergence(played, trained),
         "spans": [[sample.started_at, sample.elapsed_s, _replicas(sample)] for sample in group.samples],
     }
     return whole, short
@@ -217,26 +234,18 @@ def describe_group(
 
 def _describe_sample(
     sample: Sample,
-    engine: Sequence[np.ndarray],
+    sequences: Sequence[dict[str, Any]],
     trained: TrainedSample | None,
-    prompt_length: int,
-    texts: Iterator[Sequence[str]],
-    *,
-    image_files: Mapping[str, str],
-    image_token_id: int | None,
+    played: Sequence[SequenceBytes],
 ) -> dict[str, Any]:
-    """Describe a sample; `texts` gives those of its sequences, which are described in their order."""
-    sequences, start = [], 0 if trained is None else trained.start
-    for sequence, engine_S in zip(sample.sequences, engine, strict=True):
-        described = _describe_sequence(
-            sequence, engine_S, prompt_length, next(texts), image_files=image_files, image_token_id=image_token_id
-        )
-        stop = start + len(engine_S)
-        if trained is not None:
-            described |= trained.columns.cut(start, stop)
-        sequences.append(described)
-        start = stop
-    assert trained is None or start == trained.stop, "a step computes all own tokens of a sample or none"
+    """Describe a sample; its described sequences get what the step computed of them."""
+    if trained is not None:
+        start = trained.start
+        for described, arrays in zip(sequences, played, strict=True):
+            stop = start + len(arrays.engine_logprobs) // 4
+            described.update(trained.columns.cut(start, stop))
+            start = stop
+        assert start == trained.stop, "a step computes all own tokens of a sample or none"
     return {
         "reward": sample.reward,
         "advantage": None if trained is None else trained.advantage,
@@ -255,49 +264,52 @@ def _describe_sample(
 
 def _describe_sequence(
     sequence: TokenSequence,
-    engine_S: np.ndarray,
-    prompt_length: int,
+    arrays: SequenceBytes,
+    prompt_bytes: int,
     texts: Sequence[str],
-    *,
     image_files: Mapping[str, str],
-    image_token_id: int | None,
+    placeholder: bytes | None,
 ) -> dict[str, Any]:
-    """Describe the tokens behind the group's common prompt; a record's arrays are little-endian.
+    """Describe the tokens behind the group's common prompt, whose ids have `prompt_bytes`.
 
     `placeholders` are the places among them of the last images, one each.
     """
-    token_ids = sequence.token_ids[prompt_length:]
+    token_ids = arrays.token_ids[prompt_bytes:]
+    places = []
+    if placeholder is not None and placeholder in token_ids:
+        places = np.flatnonzero(np.frombuffer(token_ids, dtype="<i4") == int.from_bytes(placeholder, "little")).tolist()
     return {
-        "token_ids": token_ids.tobytes(),
+        "token_ids": token_ids,
         "texts": texts,
-        "own": sequence.loss_mask[prompt_length:].tobytes(),
-        "versions": [[span.num_tokens, span.policy_version] for span in sequence.version_spans],
-        "engine_logprobs": engine_S.tobytes(),
+        "own": arrays.own[prompt_bytes // 4 :],
+        "versions": sequence.version_spans,
+        "engine_logprobs": arrays.engine_logprobs,
         "images": [image_files.get(sha256, sha256) for sha256 in sequence.images],
-        "placeholders": [] if image_token_id is None else np.flatnonzero(token_ids == image_token_id).tolist(),
+        "placeholders": places,
     }
 
 
-def _name_all(sequences: Sequence[np.ndarray], names: TokenNames) -> list[list[str]]:
+def _name_all(sequences: Sequence[bytes], names: TokenNames) -> list[list[str]]:
     """Return the texts of each sequence's tokens. One call names all: it costs as much as some hundred tokens."""
-    texts = names(np.concatenate([part for ids in sequences for part in (ids, _NO_TOKEN)]))
+    texts = names(np.frombuffer(_NO_TOKEN.join(sequences), dtype="<i4"))
     found, start = [], 0
     for ids in sequences:
-        found.append(texts[start : start + len(ids)])
-        start += len(ids) + 1
+        stop = start + len(ids) // 4
+        found.append(texts[start:stop])
+        start = stop + 1
     return found
 
 
-def _common_prompt_length(sequences: Sequence[TokenSequence]) -> int:
+def _common_prompt_length(sequences: Sequence[SequenceBytes]) -> int:
     """Return the leading tokens that all sequences share and that none of them sampled."""
     if not sequences:
         return 0
-    length = min(int(sequence.loss_mask.argmax()) for sequence in sequences)
-    first, *others = (sequence.token_ids[:length] for sequence in sequences)
-    shared = first.tobytes()
+    length = min([each.own.find(1) for each in sequences])
+    shared = sequences[0].token_ids[: 4 * length]
+    others = [each.token_ids for each in sequences if not each.token_ids.startswith(shared)]
+    first = np.frombuffer(shared, dtype="<i4")
     return min(
-        (int((first != other).argmax()) for other in others if other.tobytes() != shared),
-        default=length,
+        [length, *(int((first != np.frombuffer(other, dtype="<i4", count=length)).argmax()) for other in others)]
     )
 
 
@@ -317,7 +329,7 @@ def _messages(example: Example) -> list[dict[str, Any]]:
 
 
 def _replicas(sample: Sample) -> list[str]:
-    return list(dict.fromkeys(turn.replica_id for turn in sample.turns))
+    return list({turn.replica_id: None for turn in sample.turns})
 
 
 def _preview(text: str) -> str:

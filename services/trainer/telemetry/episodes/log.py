@@ -40,7 +40,7 @@ from services.trainer.telemetry.episodes.description import (
     TrainedSample,
     describe_group,
     divergence,
-    engine_logprobs,
+    sequence_bytes,
     split_samples,
 )
 from services.trainer.telemetry.episodes.files import DescribedGroup, EpisodeFiles
@@ -288,14 +288,14 @@ class EpisodeLog:
         computed = {} if batch.tokens is None else split_samples(batch.tokens)
         trained, first = [], 0
         for each in batch.groups:
-            numbers = each.ready.numbers or range(len(each.ready.samples))
-            places = {number: first + place for place, number in enumerate(numbers)}
-            trained.append({number: computed[place] for number, place in places.items() if place in computed})
-            first += len(each.ready.samples)
+            num = len(each.ready.samples)
+            places = enumerate(each.ready.numbers or range(num), start=first)
+            trained.append({number: computed[place] for place, number in places if place in computed})
+            first += num
         reasons: dict[int, list[str]] = {number: [] for number in range(len(batch.groups))}
         if self._config.keep == "few":
             candidates = [
-                candidate(each.played, divergence(engine_logprobs(each.played), samples))
+                candidate(each.played, divergence(sequence_bytes(each.played), samples))
                 for each, samples in zip(batch.groups, trained, strict=True)
             ]
             reasons = choose(candidates, batch.step)
