@@ -39,11 +39,9 @@ _STEP: Final[Mapping[str, Sequence[tuple[str, int, Mapping[str, Any]]]]] = {
                 "wait_s": 0.12345678,
                 "decode_s": 0.012345678,
                 **_TOKENS,
-                "error": None,
             },
         ),
-        ("tool", 128, {**_ABOUT_SAMPLE, "turn": 0, "environment": "single_turn"}),
-        ("episode", 128, {**_ABOUT_SAMPLE, "finish_reason": "stop", "error": None}),
+        ("episode", 128, {**_ABOUT_SAMPLE, "finish_reason": "stop"}),
         ("verify", 32, {"group": _GROUP, "num_answers": 4}),
         (
             "group.played",
@@ -63,7 +61,7 @@ _STEP: Final[Mapping[str, Sequence[tuple[str, int, Mapping[str, Any]]]]] = {
         ("group.published", 32, {"group": _GROUP, "size_bytes": 2345, "is_new": True}),
     ),
     "router": (
-        ("route.queued", 128, {**_ABOUT_CALL, "attempt": 1, "replica": "rollout-0-0123abcd"}),
+        ("route.queued", 35, {**_ABOUT_CALL, "attempt": 1, "replica": "rollout-0-0123abcd"}),
         (
             "route.attempt",
             128,
@@ -87,7 +85,7 @@ _STEP: Final[Mapping[str, Sequence[tuple[str, int, Mapping[str, Any]]]]] = {
     "trainer": (
         ("group.admitted", 32, {"group": _GROUP, "version": 1234}),
         ("group.held", 32, {"group": _GROUP, "step": 1234}),
-        ("push.stage", 8, {**_PUSH, "replica": "rollout-0-0123abcd", "error": None}),
+        ("push.stage", 8, {**_PUSH, "replica": "rollout-0-0123abcd"}),
     ),
     "reward": (("judged", 32, {"item": f"{_GROUP}/0", "num_items": 4}),),
 }

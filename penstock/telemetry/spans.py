@@ -11,9 +11,9 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -21,10 +21,16 @@ from penstock.runtime.text import printable
 
 MAX_WAITING: Final = 20_000
 """Spans that wait in memory, about 10 MB. Beyond that, new ones are dropped: NATS is away, or far too slow."""
+SHORTEST_S: Final = 0.001
+"""Seconds of the shortest waits that are kept; nobody can see shorter ones in a step."""
 _MAX_CHARS: Final = 300
-"""Longer texts are cut: ids and errors may come from outside."""
+"""Longer texts of unusual batches are cut: ids and errors may come from outside."""
+_USUAL_BYTES: Final = 500
+"""Of a span; batches with more in the mean have long texts."""
 
-_Waiting = tuple[str, float, float, dict[str, Any]]
+_Waiting: TypeAlias = tuple[str, float, float, dict[str, Any]]
+_Row: TypeAlias = tuple[str, float, float, dict[str, Any]]
+"""Of a batch; see `SpanBuffer.take_batch`."""
 
 
 class SpanBuffer:
@@ -71,16 +77,9 @@ class SpanBuffer:
         now = time.time()
         shift = now - time.monotonic()
         self._num_batches += 1
-        batch = self._about | {
-            "number": self._num_batches,
-            "dropped": self.num_dropped,
-            "sent": round(now, 6),
-            "spans": [
-                (name, _to_microseconds(began + shift), _to_microseconds(max(0.0, ended - began)), _kept(attributes))
-                for name, began, ended, attributes in taken
-            ],
-        }
-        return _encoder.encode(batch), len(taken)
+        about = self._about | {"number": self._num_batches, "dropped": self.num_dropped, "sent": round(now, 6)}
+        rows = [(name, began + shift, ended - began, attributes) for name, began, ended, attributes in taken]
+        return _encode(about, rows), len(taken)
 
     def drop_batch(self, num_spans: int) -> None:
         """Count the spans of the batch that was taken last and could not be sent; the next one has its number."""
@@ -122,38 +121,58 @@ def record(name: str, began: float, ended: float | None = None, /, **attributes:
         _buffer.add(name, began, time.monotonic() if ended is None else ended, attributes)
 
 
-@contextmanager
-def recorded(name: str, /, **attributes: Any) -> Iterator[dict[str, Any]]:
+def recorded(name: str, /, **attributes: Any) -> AbstractContextManager[dict[str, Any]]:
     """Keep a span of the context, which may add to the yielded attributes; `error` is the error that ended it."""
-    began = time.monotonic()
+    return _Recorded(name, attributes)
+
+
+def recorded_unless_short(name: str, /, **attributes: Any) -> AbstractContextManager[dict[str, Any]]:
+    """Do the same for what mostly takes no time: spans shorter than `SHORTEST_S` without an error are not kept."""
+    return _Recorded(name, attributes, shortest_s=SHORTEST_S)
+
+
+class _Recorded:
+    """The context of a span; a generator would cost as much as the span itself."""
+
+    __slots__ = ("_attributes", "_began", "_name", "_shortest_s")
+
+    def __init__(self, name: str, attributes: dict[str, Any], *, shortest_s: float = 0.0) -> None:
+        self._name = name
+        self._attributes = attributes
+        self._shortest_s = shortest_s
+        self._began = 0.0
+
+    def __enter__(self) -> dict[str, Any]:
+        self._began = time.monotonic()
+        return self._attributes
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        ended = time.monotonic()
+        if error is not None:
+            self._attributes["error"] = str(error) or type(error).__name__
+        if error is not None or ended - self._began >= self._shortest_s:
+            record(self._name, self._began, ended, **self._attributes)
+
+
+def _encode(about: dict[str, Any], rows: Sequence[_Row]) -> bytes:
+    """Return the batch as JSON; one that may need it is looked at value by value, which takes six times as long."""
     try:
-        yield attributes
-    except BaseException as error:
-        attributes["error"] = str(error) or type(error).__name__
-        raise
-    finally:
-        record(name, began, **attributes)
-
-
-def _to_microseconds(seconds: float) -> float:
-    """Round to whole microseconds, of which a clock of this century has fewer than a float can tell apart.
-
-    `round`, which goes by the decimal digits, takes several times as long.
-    """
-    return (seconds * 1e6 + 0.5) // 1 / 1e6
+        payload = _encoder.encode(about | {"spans": rows})
+    except UnicodeEncodeError:  # half a character
+        payload = b""
+    if payload and len(payload) <= _USUAL_BYTES * len(rows) and b":null" not in payload:
+        return payload
+    kept = [(name, start, seconds, _kept(attributes)) for name, start, seconds, attributes in rows]
+    return _encoder.encode(about | {"spans": kept})
 
 
 def _kept(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that have a value: numbers without digits that nobody reads, texts short and printable."""
-    kept: dict[str, Any] = {}
-    for key, value in attributes.items():
-        if isinstance(value, str):
-            kept[key] = value if len(value) <= _MAX_CHARS and value.isascii() else printable(value[:_MAX_CHARS])
-        elif isinstance(value, float):
-            kept[key] = round(value, 6)
-        elif value is not None:
-            kept[key] = value
-    return kept
+    """Return the attributes that have a value, with texts short and printable."""
+    return {
+        key: printable(value[:_MAX_CHARS]) if isinstance(value, str) else value
+        for key, value in attributes.items()
+        if value is not None
+    }
 
 
 def _text(value: object) -> str:

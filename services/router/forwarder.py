@@ -120,16 +120,13 @@ class _Slots:
     async def take(self, num_tokens: int) -> Slot:
         if num_tokens:
             self._query.num_tokens = max(self._query.num_tokens, self._num_prompt_tokens + num_tokens)
-        query, began = self._query, time.monotonic()
+        query = self._query
         self._num_attempts += 1
-        about = {"group": query.group_id or None, "request": query.request_id, "attempt": self._num_attempts}
-        try:
+        attempt = {"group": query.group_id or None, "request": query.request_id, "attempt": self._num_attempts}
+        with spans.recorded_unless_short("route.queued", **attempt) as about:
             slot = await self._slots.take(self._ticket)
-        except BaseException as error:
-            spans.record("route.queued", began, **about, error=str(error) or type(error).__name__)
-            raise
-        spans.record("route.queued", began, **about, replica=slot.replica_id)
-        slot.span = AttemptSpan(about | {"replica": slot.replica_id})
+            about["replica"] = slot.replica_id
+        slot.span = AttemptSpan(about)
         if not num_tokens:
             timeout_s = self._ticket.deadline - time.monotonic()
             await self._shared_prefill.enter(slot, self._query.shared_prompt, timeout_s=timeout_s)

@@ -67,5 +67,7 @@ class Players:
                 played = await self._agents.play(prompt, number, images, closings)
             else:
                 played = await self._episodes.play(prompt, number, images, shared, closings)
-            about.update(finish_reason=played.finish_reason, error=played.error or None)
+            about["finish_reason"] = played.finish_reason
+            if played.error:
+                about["error"] = played.error
         return played

@@ -120,7 +120,7 @@ class PushStages:
             replica=member.replica_id,
             version=self.weights.version,
             push=self.push_id,
-            error=None if error is None else str(error),
+            **({} if error is None else {"error": str(error)}),
         )
 
     async def take_alone(self, stub: Stub, member: Member) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[3]
-_CALLS = {"record", "recorded", "_record"}
+_CALLS = {"record", "recorded", "recorded_unless_short", "_record"}
 
 
 def _documented() -> dict[str, set[str]]:

@@ -166,10 +166,9 @@ class AgentPlayer:
                 "session", group=prompt.id.message, sample=number, attempt=attempt, agent=prompt.environment
             ) as about:
                 episode, problem = await self._attempt(prompt, number, images, closings)
-                about.update(
-                    num_calls=0 if episode is None else len(episode.calls),
-                    error=(problem if episode is None else episode.error) or None,
-                )
+                about["num_calls"] = 0 if episode is None else len(episode.calls)
+                if error := problem if episode is None else episode.error:
+                    about["error"] = error
             if episode is not None:
                 return episode
             log.warning("runner.got_no_answer", sample=item_id, agent=prompt.environment, reason=problem)

@@ -213,7 +213,7 @@ class EpisodePlayer:
             num_tokens=len(turn.response.output_ids),
             num_prompt_tokens=turn.response.usage.num_prompt_tokens,
             num_cached_tokens=turn.response.usage.num_cached_tokens,
-            error=turn.failure or None,
+            **({"error": turn.failure} if turn.failure else {}),
         )
         episode.clock.stop_for(ended - started - turn.generated_s)
         return self._add_turn(episode, turn, started_at)
@@ -247,7 +247,7 @@ class EpisodePlayer:
                 )
                 trajectory.add_tools(call.name for call in turn.calls)
                 with (
-                    spans.recorded(
+                    spans.recorded_unless_short(
                         "tool",
                         group=episode.prompt.id.message,
                         sample=episode.number,
