@@ -5,14 +5,14 @@ It keeps no state that another router would need: several can serve one pool and
 
 import asyncio
 import contextlib
-import gc
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from penstock.bus.connection import Bus, connect
 from penstock.errors import ConfigError, SetupError
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.garbage import rare_collections
 from penstock.runtime.hide_torch import torch_hidden
 from penstock.runtime.security import Security
 from penstock.telemetry.metrics import exposed
@@ -105,7 +105,7 @@ async def serve(settings: RouterSettings, stop: asyncio.Event, *, security: Secu
         ),
         serving_metrics(settings.metrics, settings.run, settings.network, security),
     ):
-        with _rare_collections():
+        with rare_collections():
             await stop.wait()
 
 
@@ -126,17 +126,3 @@ def _load_backend(settings: RouterSettings) -> "ChatBackend":
             f"router.http_port needs the Python package {error.name!r}, which is not installed; "
             "`pip install 'penstock[openai]'`"
         ) from None
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Make garbage collection see fewer objects and run less often: thousands of calls in flight are many objects, and
-    each full collection pauses all of them."""
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)

@@ -13,6 +13,7 @@ from penstock.bus.buckets.lock import TRAINER, locked
 from penstock.bus.connection import connect
 from penstock.bus.metrics import BusMetrics
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime import garbage
 from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.files import write_atomically
 from penstock.runtime.process import end_task, unless_stopped
@@ -67,6 +68,7 @@ async def serve(
             loop = await unless_stopped(assembling, stop)
             if loop is None:
                 return
+            garbage.exempt_present_objects()
             await _run_beside_its_tasks(loop, stop)
             await asyncio.to_thread(loop.metrics.end)
             await asyncio.to_thread(_draw, loop)

@@ -21,6 +21,7 @@ from penstock.bus.span_stream import sending_spans
 from penstock.config import NetworkConfig
 from penstock.errors import SetupError, UnavailableError
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.garbage import rare_collections
 from penstock.runtime.ports import require_free_port
 from penstock.runtime.process import unless_stopped
 from penstock.runtime.security import Security
@@ -109,7 +110,8 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
                 sending_spans(settings.bus, run=settings.run.name, security=security),
             ):
                 if reached is not None:
-                    await _announce(server, *reached, settings, ends)
+                    with rare_collections():
+                        await _announce(server, *reached, settings, ends)
             if server.engine.died.is_set():
                 raise _dead(server.engine)
             server.crashes.require_useful()

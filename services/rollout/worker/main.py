@@ -23,6 +23,7 @@ from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.tokens import context_length, forbidden_token_ids, image_token_id
 from penstock.rpc.server import RpcServer
 from penstock.runtime.children.reaper import Reaper
+from penstock.runtime.garbage import rare_collections
 from penstock.runtime.hide_torch import torch_hidden
 from penstock.runtime.security import Security
 from penstock.telemetry.serving import serving_metrics
@@ -127,6 +128,7 @@ async def serve(
         metrics.SLOTS.set(config.concurrency)
         await stack.enter_async_context(serving_metrics(settings.metrics, settings.run, settings.network, security))
         stack.enter_context(LoopWatchdog(environments.in_loop, limit_s=loop_limit_s))
+        stack.enter_context(rare_collections())
         log.info("worker.started", worker=worker_id, router=settings.router_address, reward=settings.reward_address)
         await work(
             consumer,
