@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, Locator, Page, expect
 
-from tests.support.view_runs import add_spans
+from services.trainer.telemetry.episodes.files import EpisodeFiles
+from tests.support.view_runs import add_group, add_spans
 
 _PAGES = ("curves", "samples", "timeline", "staleness", "fleet", "evaluation", "settings", "alarms")
 _LEAST_PX = 24
@@ -109,6 +110,17 @@ async def test_a_sample_is_read_by_taps(phone: Page) -> None:
     assert await picture.evaluate("image => image.clientWidth") == 48
     await phone.get_by_role("button", name="Close").tap()
     await expect(picture).to_be_hidden()
+
+
+async def test_the_samples_of_a_group_fit_one_screen(phone: Page, runs: list[Path]) -> None:
+    """Long answers are right of it: a row is as high as the columns that are in sight."""
+    files = EpisodeFiles(runs[0] / "episodes", last_step=99, max_bytes=1e12)
+    add_group(files, step=31, index=900, rewards=(1.0, 0.0) * 8, text="The figure has three corners. " * 6)
+    await phone.goto(phone.url.split("#")[0] + "#group?run=0&n=30")
+    rows = phone.locator(".scroll").first.locator("tr")
+    await expect(rows).to_have_count(17)
+    await rows.first.evaluate("row => row.scrollIntoView()")
+    await expect(rows.last.get_by_role("link", name="15")).to_be_in_viewport(ratio=0.95)
 
 
 async def test_the_timeline_and_the_ages_of_tokens_are_read_by_taps(phone: Page) -> None:

@@ -77,7 +77,7 @@ function siblings(context, group, chosen) {
     sample.finish_reason,
     sample.verdict ? `${sample.verdict.status}${sample.verdict.extracted ? `: ${sample.verdict.extracted}` : ""}` : sample.error || "–",
     seconds(sample.elapsed_s),
-    h("span", { class: "faint" }, sample.text.length > 90 ? `${sample.text.slice(0, 90)}…` : sample.text),
+    h("span", { class: "faint line" }, sample.text.length > 90 ? `${sample.text.slice(0, 90)}…` : sample.text),
   ]);
   return table(["sample", "reward", "advantage", "tokens", "turns", "ended by", "verdict", "took", "answer"], rows);
 }
