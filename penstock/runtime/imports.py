@@ -2,6 +2,8 @@
 
 import gc
 import importlib
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,3 +45,22 @@ def import_with_extra(module: str, command: str, *, extra: str) -> Any:
             f"`{command}` needs the Python package {error.name!r}, which is not installed; "
             f"`pip install 'penstock[{extra}]'`"
         ) from None
+
+
+@contextmanager
+def torch_hidden() -> Iterator[None]:
+    """Hide torch from transformers, which must be imported for the first time during the context.
+
+    transformers imports torch if it is installed. That costs seconds of start-up and half a gigabyte, for a tokenizer
+    that does not need it. Does nothing if torch or transformers is imported already, for example by an environment.
+    Afterwards torch can be imported as usual; only transformers runs without it.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        yield
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    sys.modules["torch"] = None  # type: ignore[assignment]  # how Python spells "cannot be imported"
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]

@@ -13,7 +13,7 @@ from penstock.bus.connection import Bus, connect
 from penstock.errors import ConfigError, SetupError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.garbage import rare_collections
-from penstock.runtime.hide_torch import torch_hidden
+from penstock.runtime.imports import torch_hidden
 from penstock.runtime.security import Security
 from penstock.telemetry.metrics import exposed
 from penstock.telemetry.serving import serving_metrics

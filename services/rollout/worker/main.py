@@ -24,7 +24,7 @@ from penstock.model.tokens import context_length, forbidden_token_ids, image_tok
 from penstock.rpc.server import RpcServer
 from penstock.runtime.children.reaper import Reaper
 from penstock.runtime.garbage import rare_collections
-from penstock.runtime.hide_torch import torch_hidden
+from penstock.runtime.imports import torch_hidden
 from penstock.runtime.security import Security
 from penstock.telemetry.serving import serving_metrics
 from services.rollout.worker import metrics

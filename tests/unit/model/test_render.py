@@ -210,7 +210,7 @@ def test_a_worker_process_loads_no_torch_though_it_is_installed(tiny_model_path:
     script = (
         "import importlib.util, sys; from pathlib import Path; import services.rollout.worker.main\n"
         "from penstock.model.chat.chat_template import Renderer\n"
-        "from penstock.runtime.hide_torch import torch_hidden\n"
+        "from penstock.runtime.imports import torch_hidden\n"
         "with torch_hidden(): Renderer.load(Path(sys.argv[1]))\n"
         "assert 'transformers' in sys.modules and 'torch' not in sys.modules\n"
         "assert importlib.util.find_spec('torch') is not None\n"
