@@ -1,4 +1,4 @@
-"""Says what recording costs by turns of a run: as it counts itself, and by turns with and without it. Pure."""
+"""Says what recording costs: by turns with and without it, and as it counts itself. Pure."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,19 @@ _SERVER = "nats-server"
 _ANSWERS = {True: "yes", False: "no", None: "cannot be told"}
 
 
-def describe(turns: Sequence[Turn], bar: float) -> Iterator[str]:
-    """Yield the lines: each turn, the comparison, and what was counted; `bar` is a share of a step."""
-    yield from _each(turns)
-    yield from _compared(turns, bar)
-    yield from _counted(turns, bar)
+def describe(compared: Sequence[Turn], counted: Sequence[Turn], bar: float) -> Iterator[str]:
+    """Yield the lines: each turn, the comparison, and what was counted.
+
+    Args:
+        compared: Turns of a run that counts nothing.
+        counted: Turns of a run that counts.
+        bar: A share of a step.
+    """
+    yield from _each(compared)
+    yield from _compared(compared, bar)
+    yield ""
+    yield from _each(counted)
+    yield from _counted(compared, counted, bar)
 
 
 def _each(turns: Sequence[Turn]) -> Iterator[str]:
@@ -54,7 +62,7 @@ def _compared(turns: Sequence[Turn], bar: float) -> Iterator[str]:
         )
 
 
-def _counted(turns: Sequence[Turn], bar: float) -> Iterator[str]:
+def _counted(compared: Sequence[Turn], turns: Sequence[Turn], bar: float) -> Iterator[str]:
     yield from ("", "Counted: processor time that recording takes where it runs, while it is on.", "")
     yield from ("| process | part | ms/step |", "|---|---|---|")
     for kind, part in sorted({key for turn in turns for key in turn.recorded_s}):
@@ -62,7 +70,7 @@ def _counted(turns: Sequence[Turn], bar: float) -> Iterator[str]:
         if found.mean:
             yield f"| {kind} | {part} | {1e3 * found.mean:.3f} ± {1e3 * found.error:.3f} |"
     counted = while_on(turns, lambda turn: turn.total_recorded_s)
-    server = compare(turns, lambda turn: turn.core_s.get(_SERVER, 0.0), is_relative=False, control=_schedulers)
+    server = compare(compared, lambda turn: turn.core_s.get(_SERVER, 0.0), is_relative=False, control=_schedulers)
     total = counted + server
     for name, found in (("all that is counted", counted), (f"{_SERVER}, compared", server), ("all", total)):
         yield f"| {name} | | {1e3 * found.mean:.2f} ± {1e3 * found.error:.2f} |"

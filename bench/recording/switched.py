@@ -1,9 +1,9 @@
-"""`penstock` whose processes record only while a switch is on, and count what recording uses.
+"""`penstock` whose processes record only while a switch is on, and may count what recording uses.
 
     python -m bench.recording.switched FOLDER train recipes/tiny-cpu.toml --episodes.keep=all
 
 Off, no span and no trained group is kept. The connections for spans remain, and carry nothing. FOLDER has the switch,
-and an account of each process.
+and an account of each process if there is a folder for them; without it, nothing is counted.
 """
 
 import importlib
@@ -90,12 +90,15 @@ def main() -> int:
     folder = Path(sys.argv.pop(1)).absolute()
     switch = Switch(folder / SWITCH)
     is_service = sys.argv[1] == "serve"
-    account = Account(folder / ACCOUNTS, sys.argv[2] if is_service else "launcher")
-    count_spans(account)
+    account = None
+    if (folder / ACCOUNTS).is_dir():
+        account = Account(folder / ACCOUNTS, sys.argv[2] if is_service else "launcher")
+        count_spans(account)
     switch_spans(switch)
 
     def change_trainer() -> None:
-        count_trainer(account)
+        if account is not None:
+            count_trainer(account)
         switch_episodes(switch)
 
     from services.cli import main as penstock
