@@ -17,7 +17,7 @@ batch, U that of an optimizer step. The comparison is over the same steps and th
   is chance;
 - loops that wait for the whole batch, simulated without any cost (bench/async_loop/peer_loops.py).
 
-A row counts few steps, and which samples they have differs between the loops, so one run can be 2% above or below what
+A row counts few steps, and which samples they have differs between the loops, so one run can be 3% above or below what
 many give. With several `--seeds` each row runs once for each, with other draws, and the mean is held against the bar.
 
 Bars: at least 95% of the best; the control plane (all processes but the engines) below half a core. The exit code is 1
