@@ -24,7 +24,7 @@ MAX_WAITING: Final = 20_000
 SHORTEST_S: Final = 0.001
 """Seconds of the shortest waits that are kept; nobody can see shorter ones in a step."""
 _MAX_CHARS: Final = 300
-"""Longer texts of unusual batches are cut: ids and errors may come from outside."""
+"""Longer errors are cut, and other longer texts in batches that have many: ids may come from outside."""
 _USUAL_BYTES: Final = 500
 """Of a span; batches with more in the mean have long texts."""
 
@@ -115,9 +115,12 @@ def record(name: str, began: float, ended: float | None = None, /, **attributes:
         name: Its name in docs/operation/tracing.md.
         began: Time of `time.monotonic()` at which it began.
         ended: Time at which it ended; None: now.
-        attributes: Numbers, texts or booleans; those that are None are left out.
+        attributes: Numbers, texts or booleans; those that are None are left out. Of `error` 300 characters are kept.
     """
     if _buffer is not None:
+        error = attributes.get("error")
+        if error is not None:
+            attributes["error"] = str(error)[:_MAX_CHARS]
         _buffer.add(name, began, time.monotonic() if ended is None else ended, attributes)
 
 

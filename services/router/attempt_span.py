@@ -28,6 +28,6 @@ class AttemptSpan:
 
     def end(self) -> None:
         """Record the span."""
-        spans.record(
-            "route.attempt", self._began, **self._about, outcome=self._outcome, first_token_s=self._first_token_s
-        )
+        if self._first_token_s is not None:
+            self._about["first_token_s"] = self._first_token_s
+        spans.record("route.attempt", self._began, **self._about, outcome=self._outcome)

@@ -7,6 +7,7 @@ tokens. Invariant: the caller sees one answer, as if from one engine.
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
 import structlog
 
@@ -122,7 +123,9 @@ class _Slots:
             self._query.num_tokens = max(self._query.num_tokens, self._num_prompt_tokens + num_tokens)
         query = self._query
         self._num_attempts += 1
-        attempt = {"group": query.group_id or None, "request": query.request_id, "attempt": self._num_attempts}
+        attempt: dict[str, Any] = {"request": query.request_id, "attempt": self._num_attempts}
+        if query.group_id:
+            attempt["group"] = query.group_id
         with spans.recorded_unless_short("route.queued", **attempt) as about:
             slot = await self._slots.take(self._ticket)
             about["replica"] = slot.replica_id

@@ -318,7 +318,7 @@ def test_each_kind_of_work_has_its_span(run: TrainProcess) -> None:
         "launcher": {"process.starting", "process"},
         "trainer": {"group.admitted", "group.held", "wait_s", "train_s", "push", "push.stage", "checkpoint"},
         "worker": {"group.queued", "group.played", "episode", "session", "turn", "tool", "verify", "group.published"},
-        "router": {"route.queued", "route.attempt", "session.call"},
+        "router": {"route.attempt", "session.call"},
         "rollout": {"call", "push.received", "paused"},
         "reward": {"judged"},
     }

@@ -13,7 +13,9 @@ class CallSpan:
 
     def __init__(self, request: generate_pb2.GenerateRequest) -> None:
         """Measure the call of `request`."""
-        self._about: dict[str, Any] = {"group": request.group_id or None, "request": request.request_id}
+        self._about: dict[str, Any] = {"request": request.request_id}
+        if request.group_id:
+            self._about["group"] = request.group_id
         self._began = 0.0
 
     def __enter__(self) -> Self:
@@ -35,7 +37,8 @@ class CallSpan:
             about["queued_s"] = part.queued_s
         if part.prefill_s is not None:
             about["prefill_s"] = part.prefill_s
-        about["version"] = part.version_spans[-1][1] if part.version_spans else None
+        if part.version_spans:
+            about["version"] = part.version_spans[-1][1]
         about["num_tokens"] = part.num_tokens_so_far
         about["num_prompt_tokens"] = part.num_prompt_tokens
         about["num_cached_tokens"] = part.num_cached_tokens

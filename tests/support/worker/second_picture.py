@@ -1,5 +1,6 @@
 """An environment that shows a picture of its own, whatever the policy says."""
 
+import asyncio
 import io
 
 from PIL import Image
@@ -21,6 +22,7 @@ class SecondPicture:
 
     async def step(self, turn: AssistantTurn) -> StepResult:
         self._num_turns += 1
+        await asyncio.sleep(0.002)  # shorter answers have no span
         if self._num_turns == 2:
             return StepResult(observation=None)
         file = io.BytesIO()

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -38,13 +39,27 @@ def test_one_unusual_span_changes_no_other(buffer: spans.SpanBuffer) -> None:
     attributes = {"group": "run/3/0/abc", "wait_s": 0.123456789, "endings": {"stop": 4}, "is_new": True}
     spans.record("turn", 1.0, 2.5, **attributes)
     usual = json.loads(buffer.take_batch(1)[0])["spans"][0]
-    unusual = ({"error": None}, {"error": "no \ud83d"}, {"error": "x" * 5000})
-    for given in unusual:
+    unusual: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({"turn": None}, {}),
+        ({"request": "no \ud83d"}, {"request": "no \ufffd"}),
+        ({"request": "x" * 5000}, {"request": "x" * 300}),
+    )
+    for given, expected in unusual:
         spans.record("turn", 1.0, 2.5, **attributes)
         spans.record("turn", 1.0, **given)
-        same, _ = json.loads(buffer.take_batch(2)[0])["spans"]
+        same, found = json.loads(buffer.take_batch(2)[0])["spans"]
         assert (same[0], same[3]) == (usual[0], usual[3]) == ("turn", attributes)
         assert same[2] == usual[2] == 1.5
+        assert found[3] == expected
+
+
+def test_an_error_is_short_whatever_is_sent_with_it(buffer: spans.SpanBuffer) -> None:
+    """Environments and agents may fail with a page of text, which every reader of the trace would get."""
+    spans.record("turn", 0.0, error="x" * 400)
+    spans.record("turn", 0.0, turn=1)
+    spans.record("turn", 0.0, turn=2)
+    payload, _ = buffer.take_batch(3)
+    assert json.loads(payload)["spans"][0][3] == {"error": "x" * 300}
 
 
 def test_a_short_wait_is_kept_only_with_its_error(buffer: spans.SpanBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
