@@ -118,8 +118,7 @@ async def test_a_whole_evaluation(recipe: Path, engine: SimulatedEngine) -> None
     names = {span.process: {each.name for each in trace.spans if each.process == span.process} for span in trace.spans}
     assert names["worker-0"] >= {"group.queued", "episode", "turn", "verify"}
     assert names["router"] - {"route.queued"} == {"route.attempt"}  # waits below a millisecond are left out
-    assert names["reward"] == {"judged"}
-    assert names["launcher"] == {"process", "process.starting"}
+    assert (names["reward"], names["launcher"]) == ({"judged"}, {"process", "process.starting"})
     run = RunReader(folder)
     assert {(each["source"], each["row"]) for each in run.episodes()} == {("eval/four", row) for row in range(4)}
     [evaluation] = run.evaluations()
