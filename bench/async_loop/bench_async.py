@@ -1,13 +1,14 @@
 """Steps per second of the asynchronous loop under each bound on staleness, beside the best that the bound allows.
 
-    python bench/async_loop/bench_async.py                                 # 8, 64 and 512 engines, in about 30 minutes
+    python bench/async_loop/bench_async.py                                 # 8, 64 and 512 engines, in about 70 minutes
     python bench/async_loop/bench_async.py --sample-s 1.5 --seconds 25     # steps of 1.5 to 9 s, in about 20 minutes
     python bench/async_loop/bench_async.py --replicas 8 --staleness 1 --sample-s 1.5 --seconds 20    # a taste
     python bench/async_loop/bench_async.py --replicas 8 --staleness 4 --seeds 0 1 2 3    # one row, four times
 
 Loop, bus, router and worker are the real ones, each a process; the engines and the optimizer step are simulated, with
-durations from long-tailed laws (bench/async_loop/workload.py). R/n is the time in which all slots together finish a
-batch, U that of an optimizer step. The comparison is over the same steps and the same drawn durations:
+durations from long-tailed laws (bench/async_loop/workload.py). A sample takes 20 s in the mean, as 1,000 tokens do at
+50 a second. R/n is the time in which all slots together finish a batch, U that of an optimizer step. The comparison is
+over the same steps and the same drawn durations:
 
 - *ideal*: 1 / max(R/n, U), with slots or trainer never idle; no bound on staleness allows exactly that;
 - *best*: what Penstock would reach if its control plane took no time (bench/async_loop/perfect_loop.py), and how much
@@ -248,11 +249,11 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="values of max_staleness")
-    parser.add_argument("--seconds", type=float, default=45.0, help="measured for each value; at least four steps")
+    parser.add_argument("--seconds", type=float, default=120.0, help="measured for each value; at least four steps")
     parser.add_argument(
         "--slots", type=int, help="samples that one engine generates at once; default: 8, fewer of many"
     )
-    parser.add_argument("--sample-s", type=float, default=8.0, help="mean seconds of a sample")
+    parser.add_argument("--sample-s", type=float, default=20.0, help="mean seconds of a sample")
     parser.add_argument("--train-share", type=float, default=0.8, help="U / (R/n)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the durations; each gives every row")
     parser.add_argument("--folder", type=new_folder, help="new folder for the runs, their logs and metrics")

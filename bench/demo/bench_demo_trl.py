@@ -1,17 +1,21 @@
 """The demo beside TRL's GRPOTrainer: the same model, problems, order, batch, sampling, optimizer, reward and machine.
 
-    python bench/demo/bench_demo_trl.py            # both until a mean reward of 0.8; makes .venv-trl on the first call
-    python bench/demo/bench_demo_trl.py --steps 20 # only the cost of a step
+    python bench/demo/bench_demo_trl.py --seeds 0 1 2                # both until a mean reward of 0.8
+    python bench/demo/bench_demo_trl.py --seeds 0 1 2 3 --steps 20   # only the cost of a step
 
 Penstock is the whole `penstock train recipes/tiny-cpu.toml` with all its processes; TRL is one process that alternates
 between generating with transformers and training. Seconds count from the end of the first step, to exclude both starts;
-a reward of 0.8 is reached when the mean over five steps reaches it.
+a reward of 0.8 is reached when the mean over five steps reaches it. The first call makes .venv-trl.
+
+Each seed gives a run of either. A machine's speed may change between them, so which of them comes first alternates, and
+with several seeds the last line has the ratio of their seconds per step with its standard error.
 """
 
 import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -19,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +40,7 @@ from services.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
+PENSTOCK, TRL = "Penstock", "TRL `GRPOTrainer`"
 _WINDOW = 5
 """Number of steps in the mean reward."""
 
@@ -60,15 +65,27 @@ def reached_at(steps: Sequence[Step], target: float) -> int | None:
     return None
 
 
-def describe(name: str, steps: Sequence[Step], target: float) -> str:
+def mean_step_s(steps: Sequence[Step]) -> float:
+    """Return the mean seconds of a step, without the first."""
+    return (steps[-1].ended_at - steps[0].ended_at) / (len(steps) - 1)
+
+
+def describe(seed: int, name: str, steps: Sequence[Step], target: float) -> str:
     """Return one line of the table."""
     seconds = [after.ended_at - before.ended_at for before, after in itertools.pairwise(steps)]
     core_s = (steps[-1].core_s - steps[0].core_s) / len(seconds)
     end = reached_at(steps, target)
     reached = ["not reached", "-"] if end is None else [f"{end + 1}", f"{steps[end].ended_at - steps[0].ended_at:.0f}"]
     last = statistics.mean(step.reward for step in steps[-10:])
-    cells = [name, str(len(steps)), f"{statistics.median(seconds):.2f}", f"{statistics.mean(seconds):.2f}"]
+    cells = [str(seed), name, str(len(steps)), f"{statistics.median(seconds):.2f}", f"{mean_step_s(steps):.2f}"]
     return " | ".join([*cells, f"{core_s:.2f}", *reached, f"{last:.3f}"])
+
+
+def compare(rounds: Sequence[Mapping[str, Sequence[Step]]]) -> str:
+    """Return a line with the ratio of the seconds of a step, and its standard error."""
+    ratios = [mean_step_s(steps[PENSTOCK]) / mean_step_s(steps[TRL]) for steps in rounds]
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return f"{PENSTOCK}'s step takes {statistics.mean(ratios):.2f} ± {error:.2f} times as long as that of {TRL}"
 
 
 def run_penstock(folder: Path, overrides: Sequence[str], target: float) -> list[Step]:
@@ -110,12 +127,32 @@ def run_trl(python: Path, task: Path, folder: Path, threads: int) -> list[Step]:
     return steps
 
 
+def run_both(
+    folder: Path, arguments: argparse.Namespace, python: Path, *, seed: int, order: Sequence[str]
+) -> dict[str, list[Step]]:
+    """Run both in this order, and print a line of the table for each."""
+    overrides = [f"--trainer.num_steps={arguments.steps}", f"--run.seed={seed}", *arguments.overrides]
+    task = write_task(folder, configuration.load(Recipe, [RECIPE], overrides), target=arguments.target, window=_WINDOW)
+    runs = {
+        TRL: lambda: run_trl(python, task, folder, arguments.threads),
+        PENSTOCK: lambda: run_penstock(folder / "run", overrides, arguments.target),
+    }
+    steps = {}
+    for name in order:
+        steps[name] = runs[name]()
+        sys.stdout.write(f"| {describe(seed, name, steps[name], arguments.target)} |\n")
+        sys.stdout.flush()
+    return steps
+
+
 def main() -> int:
-    """Run both, one after the other, and print the table for docs/benchmarks.md."""
+    """Print the table for docs/benchmarks.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=250, help="the most of either run")
     parser.add_argument("--target", type=float, default=0.8, help="mean reward at which a run ends")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of problems")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="of the order of problems; a run of either each"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch in TRL's process")
     parser.add_argument("--trl", type=Path, help="interpreter with TRL, instead of .venv-trl")
     parser.add_argument("overrides", nargs="*", help="--section.key=value for both, after a --")
@@ -124,24 +161,20 @@ def main() -> int:
         parser.error(f"--steps {arguments.steps}: seconds count from the end of the first step; give 2 or more")
     exit_on_sigterm()
     os.chdir(ROOT)
-    overrides = [f"--trainer.num_steps={arguments.steps}", f"--run.seed={arguments.seed}", *arguments.overrides]
-    recipe = configuration.load(Recipe, [RECIPE], overrides)
     python = arguments.trl or trl_python()
-    with tempfile.TemporaryDirectory(prefix="bench-demo-trl-") as scratch:
-        folder = Path(scratch)
-        task = write_task(folder, recipe, target=arguments.target, window=_WINDOW)
-        trainer = recipe.trainer
-        sys.stdout.write(
-            f"{trainer.groups_per_step} prompts x {trainer.samples_per_group} samples, seed {arguments.seed}\n\n"
-            f"| | steps | s/step, median | mean | core-s/step | steps to {arguments.target:g} | seconds to it | "
-            "reward, last 10 |\n|---|---|---|---|---|---|---|---|\n"
-        )
-        sys.stdout.flush()
-        steps = run_trl(python, task, folder, arguments.threads)
-        sys.stdout.write(f"| {describe('TRL `GRPOTrainer`', steps, arguments.target)} |\n")
-        sys.stdout.flush()
-        steps = run_penstock(folder / "run", overrides, arguments.target)
-        sys.stdout.write(f"| {describe('Penstock', steps, arguments.target)} |\n")
+    trainer = configuration.load(Recipe, [RECIPE], arguments.overrides).trainer
+    sys.stdout.write(
+        f"{trainer.groups_per_step} prompts x {trainer.samples_per_group} samples\n\n"
+        f"| seed | | steps | s/step, median | mean | core-s/step | steps to {arguments.target:g} | seconds to it | "
+        "reward, last 10 |\n|---|---|---|---|---|---|---|---|---|\n"
+    )
+    sys.stdout.flush()
+    rounds = []
+    for seed, order in zip(arguments.seeds, itertools.cycle([(TRL, PENSTOCK), (PENSTOCK, TRL)])):
+        with tempfile.TemporaryDirectory(prefix="bench-demo-trl-") as scratch:
+            rounds.append(run_both(Path(scratch), arguments, python, seed=seed, order=order))
+    if len(rounds) > 1:
+        sys.stdout.write(f"\n{compare(rounds)}\n")
     return 0
 
 
