@@ -1,4 +1,5 @@
-"""Image processors of engines: they follow the model's own files, and a CPU imports only those that a model needs.
+"""Image processors of engines: they follow the model's own files, a CPU imports only those that a model needs, and the
+samples of a group share their prompt.
 
 Invariant: an engine turns a picture into the same tokens as worker and trainer, which read the same files.
 """
@@ -12,6 +13,8 @@ from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.folder import read_json
 
 _OWN_PACKAGE = "sglang.srt.multimodal.processors"
+_MAX_PROMPTS = 64
+"""Prompts of which an engine keeps the expanded ids and positions, at most 2 MB each with 32,000 tokens."""
 _postponed: list[Callable[[], None]] = []
 
 
@@ -26,8 +29,27 @@ def import_some(import_all: Callable[..., None], package: str, *args: Any, **kwa
     from sglang.srt.managers.multimodal_processor import PROCESSOR_MAPPING
     from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
-    PROCESSOR_MAPPING.update(dict.fromkeys(QwenVLImageProcessor.models, QwenVLImageProcessor))
+    PROCESSOR_MAPPING.update(dict.fromkeys(QwenVLImageProcessor.models, sharing_prompts(QwenVLImageProcessor)))
     _postponed.append(functools.partial(import_all, package, *args, **kwargs))
+
+
+def sharing_prompts(processor: type) -> type:
+    """Return a Qwen `processor` that expands images in a prompt of ids once for the samples of a group.
+
+    SGLang does so for prompts of text, by a cache of its own; of either it copies what requests may change.
+    """
+
+    class SharingPrompts(processor):  # type: ignore[misc]
+        def _build_image_prompt_template(self, prompt: str | list[int], grids: tuple[tuple[int, ...], ...]) -> Any:
+            if isinstance(prompt, str):
+                return super()._build_image_prompt_template(prompt, grids)
+            return self._expanded(tuple(prompt), grids)
+
+        @functools.lru_cache(maxsize=_MAX_PROMPTS)  # noqa: B019 - an engine has one processor, for ever
+        def _expanded(self, ids: tuple[int, ...], grids: tuple[tuple[int, ...], ...]) -> Any:
+            return super()._build_image_prompt_template(list(ids), grids)
+
+    return SharingPrompts
 
 
 def keep_bounds(folder: str, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

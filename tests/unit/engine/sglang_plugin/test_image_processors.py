@@ -1,4 +1,4 @@
-"""Image processors of engines: the bounds of the model's own files, and on CPUs few imports."""
+"""Image processors of engines: the bounds of the model's own files, on CPUs few imports, and each prompt once."""
 
 import json
 import sys
@@ -66,6 +66,27 @@ def test_somebodys_own_processors_are_imported_at_once(mapping: dict[type, type]
     imported = []
     image_processors.import_some(lambda package, **options: imported.append((package, options)), "mine", overwrite=True)
     assert imported == [("mine", {"overwrite": True})]
+
+
+def test_a_groups_prompt_is_expanded_once(mapping: dict[type, type]) -> None:
+    """Another prompt, or another picture in it, is another one; prompts of text are SGLang's own to keep."""
+    expanded = []
+
+    class Processor:
+        models = (Qwen3VLForConditionalGeneration,)
+
+        def _build_image_prompt_template(self, prompt: str | list[int], grids: object) -> tuple[object, object]:
+            assert isinstance(prompt, str | list)  # SGLang counts in lists
+            expanded.append((prompt, grids))
+            return prompt, grids
+
+    sys.modules[f"{PACKAGE}.qwen_vl"].QwenVLImageProcessor = Processor  # type: ignore[attr-defined]
+    image_processors.import_some(lambda *_, **__: None, PACKAGE)
+    processor = mapping[Qwen3VLForConditionalGeneration]()
+    small, large = ((1, 2, 2),), ((1, 4, 4),)
+    for prompt, grids in [([1, 2], small), ([1, 2], small), ([1, 3], small), ([1, 2], large), ("x", small)]:
+        assert processor._build_image_prompt_template(prompt, grids) == (prompt, grids)  # type: ignore[attr-defined]
+    assert expanded == [([1, 2], small), ([1, 3], small), ([1, 2], large), ("x", small)]
 
 
 @pytest.mark.parametrize(
