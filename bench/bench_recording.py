@@ -1,6 +1,6 @@
 """What it costs a step to record everything: all episodes with every token, and the spans of all processes.
 
-    python bench/bench_recording.py                              # in about 15 minutes at 1 s a step
+    python bench/bench_recording.py                              # in about 20 minutes at 1 s a step
     python bench/bench_recording.py --pairs 3 --counted-pairs 3  # a taste, too short to tell
 
 A run of the demo recipe records in turns: recording is switched on and off while the run goes on, and neighbouring

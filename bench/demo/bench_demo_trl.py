@@ -161,8 +161,8 @@ def main() -> int:
         parser.error(f"--steps {arguments.steps}: seconds count from the end of the first step; give 2 or more")
     exit_on_sigterm()
     os.chdir(ROOT)
-    python = arguments.trl or trl_python()
     trainer = configuration.load(Recipe, [RECIPE], arguments.overrides).trainer
+    python = arguments.trl or trl_python()
     sys.stdout.write(
         f"{trainer.groups_per_step} prompts x {trainer.samples_per_group} samples\n\n"
         f"| seed | | steps | s/step, median | mean | core-s/step | steps to {arguments.target:g} | seconds to it | "

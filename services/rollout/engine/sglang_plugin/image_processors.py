@@ -14,7 +14,7 @@ from penstock.model.folder import read_json
 
 _OWN_PACKAGE = "sglang.srt.multimodal.processors"
 _MAX_PROMPTS = 64
-"""Prompts of which an engine keeps the expanded ids and positions, at most 2 MB each with 32,000 tokens."""
+"""Prompts of which an engine keeps the expanded ids and positions: 2.3 MB each with 32,000 tokens."""
 _postponed: list[Callable[[], None]] = []
 
 
@@ -36,7 +36,8 @@ def import_some(import_all: Callable[..., None], package: str, *args: Any, **kwa
 def sharing_prompts(processor: type) -> type:
     """Return a Qwen `processor` that expands images in a prompt of ids once for the samples of a group.
 
-    SGLang does so for prompts of text, by a cache of its own; of either it copies what requests may change.
+    SGLang does so for prompts of text, by a cache of its own; of either it copies what requests may change. Its server
+    in Rust, which Penstock does not start, would not take the class for a Qwen one.
     """
 
     class SharingPrompts(processor):  # type: ignore[misc]
@@ -49,6 +50,7 @@ def sharing_prompts(processor: type) -> type:
         def _expanded(self, ids: tuple[int, ...], grids: tuple[tuple[int, ...], ...]) -> Any:
             return super()._build_image_prompt_template(list(ids), grids)
 
+    SharingPrompts.__name__ = processor.__name__  # for SGLang's log
     return SharingPrompts
 
 

@@ -1,5 +1,7 @@
 """Image processors of engines: the bounds of the model's own files, on CPUs few imports, and each prompt once."""
 
+import ast
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -78,6 +80,8 @@ def test_a_groups_prompt_is_expanded_once(mapping: dict[type, type]) -> None:
         def _build_image_prompt_template(self, prompt: str | list[int], grids: object) -> tuple[object, object]:
             assert isinstance(prompt, str | list)  # SGLang counts in lists
             expanded.append((prompt, grids))
+            if not grids:
+                raise ValueError("prompt placeholders without images")
             return prompt, grids
 
     sys.modules[f"{PACKAGE}.qwen_vl"].QwenVLImageProcessor = Processor  # type: ignore[attr-defined]
@@ -87,6 +91,26 @@ def test_a_groups_prompt_is_expanded_once(mapping: dict[type, type]) -> None:
     for prompt, grids in [([1, 2], small), ([1, 2], small), ([1, 3], small), ([1, 2], large), ("x", small)]:
         assert processor._build_image_prompt_template(prompt, grids) == (prompt, grids)  # type: ignore[attr-defined]
     assert expanded == [([1, 2], small), ([1, 3], small), ([1, 2], large), ("x", small)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="placeholders"):  # SGLang falls back
+            processor._build_image_prompt_template([1, 2], ())  # type: ignore[attr-defined]
+
+
+def test_sglang_expands_prompts_by_the_method_that_is_overridden() -> None:
+    """By another one each sample of a group would expand its prompt again, and nobody would notice."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    file = Path(spec.submodule_search_locations[0]) / "srt" / "multimodal" / "processors" / "qwen_vl.py"
+    (processor,) = (
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "QwenVLImageProcessor"
+    )
+    methods = {node.name: node for node in processor.body if isinstance(node, ast.FunctionDef)}
+    arguments = methods["_build_image_prompt_template"].args.args
+    assert [each.arg for each in arguments] == ["self", "input_text", "grid_key"]
+    assert "self._build_image_prompt_template(" in ast.unparse(methods["compose_image_artifacts"])
 
 
 @pytest.mark.parametrize(
